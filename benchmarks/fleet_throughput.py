@@ -29,8 +29,9 @@ import psutil
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.bench.results.record import surroundings
-from headrace.frontend.fleet.client import FleetClient, owned_ranks, start_ranks
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.start import owned_ranks, start_ranks
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.prompts import Prompt
 
 NULL = {
@@ -117,10 +118,9 @@ class Watch:
 async def router_share(arguments: argparse.Namespace) -> dict[str, Any]:
     parsed = parse_options(**options_of(arguments))
     watch = Watch()
-    client = FleetClient(owned_ranks(parsed, start_ranks(parsed), 0))
-    await client.start()
+    pool = EnginePool(owned_ranks(parsed, start_ranks(parsed), 1))  # an only one that does not return has no router
+    await pool.open()
     try:
-        pool: EnginePool = client.pool
         for name in ("place", "end", "tick", "heard", "load", "refused"):
             watch.wrap(pool.router, name)
         watch.wrap(pool, "_tick")
@@ -128,14 +128,14 @@ async def router_share(arguments: argparse.Namespace) -> dict[str, Any]:
 
         async def stream(number: int) -> None:
             prompt = Prompt(token_ids=[5 + (number + each) % 90 for each in range(PROMPT_TOKENS)])
-            async for _ in client.submit(f"share-{number}", prompt, params(number, arguments.tokens)):
+            async for _ in pool.submit(check(f"share-{number}", prompt, params(number, arguments.tokens), pool)):
                 pass
 
         before_s = time.process_time() + sum(engine.cpu_times()[:2])
         await asyncio.gather(*(stream(number) for number in range(arguments.streams)))
         total_s = time.process_time() + sum(engine.cpu_times()[:2]) - before_s
     finally:
-        await client.close()
+        await pool.close(5.0)
     num_tokens = arguments.streams * arguments.tokens
     return {
         "router_us_per_token": 1e6 * watch.seconds / num_tokens,

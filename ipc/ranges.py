@@ -62,7 +62,7 @@ Check = Callable[[str, Any], str | None]
 
 def out_of_range(message: msgspec.Struct) -> str | None:
     """The first field of the message, or of a struct in it, that lies outside its declared range, as a sentence."""
-    for name, check in _checks_of(type(message)):
+    for name, check in checks_of(type(message)):
         problem = check(name, getattr(message, name))
         if problem is not None:
             return problem
@@ -104,7 +104,8 @@ def names_marked(kind: type[msgspec.Struct], mark: object) -> tuple[str, ...]:
 
 
 @functools.cache
-def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
+def checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
+    """What `out_of_range` checks of such a message. Made at the first call, those of structs in it too."""
     checks = ((name, _check_of(hint)) for name, hint in typing.get_type_hints(kind, include_extras=True).items())
     return tuple((name, check) for name, check in checks if check is not None)
 
@@ -117,7 +118,7 @@ def _check_of(hint: Any) -> Check | None:
         hint = hint.__origin__
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        structs = any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in parts)
+        structs = [checks_of(part) for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
         inner = [_check_of_struct] if structs else [check for part in parts if (check := _check_of(part)) is not None]
         checks += [_unless_none(check) for check in inner]
     elif origin is tuple and (check := _check_of(parts[0])) is not None:
@@ -127,6 +128,7 @@ def _check_of(hint: Any) -> Check | None:
             if (check := _check_of(part)) is not None:
                 checks.append(_of_each(check, values))
     elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        checks_of(hint)
         checks.append(_check_of_struct)
     if len(checks) < 2:
         return checks[0] if checks else None

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
@@ -135,7 +136,7 @@ class _Talk:
         )
         self._note(prompt)
         pool, began_s = chance.choice(self._pools), self._loop.time()  # a load balancer without session affinity
-        stream = pool.submit(request_id, Prompt(token_ids=list(prompt)), params, model=MODEL)
+        stream = pool.submit(check(request_id, Prompt(token_ids=list(prompt)), params, pool), model=MODEL)
         output = await stream.final()
         self._answers_s += self._loop.time() - began_s
         self._num_requests += 1

@@ -25,11 +25,12 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Source
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
@@ -211,6 +212,16 @@ class _Frontend:
         return min(self._well_since_s.values(), default=None)
 
 
+class _Gaps(RequestListener):
+    """Tells the simulation of a stream's steps."""
+
+    def __init__(self, world: _World, watched: _Watched) -> None:
+        self._world, self._watched = world, watched
+
+    def on_step(self, stream: RequestStream, now_s: float) -> None:
+        self._world.on_step(self._watched, now_s)
+
+
 class _World:
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.seed, self.scenario = seed, scenario
@@ -328,15 +339,14 @@ class _World:
         affinity = Affinity(session=str(session) if chance.random() < 0.5 else "")
         priority = chance.choice((0, 0, 5))
         try:
-            stream = frontend.pool.submit(
-                request_id, Prompt(token_ids=prompt), params, priority, model=MODEL, affinity=affinity
-            )
+            request = check(request_id, Prompt(token_ids=prompt), params, frontend.pool, priority)
+            stream = frontend.pool.submit(request, model=MODEL, affinity=affinity)
         except HeadraceError as error:
             self._end(number, None, frontend, error)
             return
         watched = self._live[request_id] = _Watched(frontend, stream, self._loop.time())
         if params.output_kind is RequestOutputKind.DELTA:
-            stream.on_step = lambda stream, now_s: self._on_step(watched, now_s)
+            stream.listener = _Gaps(self, watched)
         aborts = chance.random() < 0.05
         try:
             failure = await self._read(stream, params, prompt, chance if aborts else None)
@@ -367,7 +377,7 @@ class _World:
                 for new in output.outputs:
                     outputs[new.index].take(new.token_ids, new.finish_reason, is_delta=is_delta)
                 if leaves is not None and leaves.random() < 0.3 and not stream.done:
-                    stream.table.abort_stream(stream) if stream.table is not None else None
+                    stream.abort()
                     leaves = None
         except HeadraceError as error:
             return error
@@ -405,7 +415,7 @@ class _World:
 
     # --- checks during the run ----------------------------------------------------------------------------------
 
-    def _on_step(self, watched: _Watched, now_s: float) -> None:
+    def on_step(self, watched: _Watched, now_s: float) -> None:
         """Measures the gaps of a DELTA stream that moves between engines."""
         name, before = _engine_of(watched.stream), watched.step_engine
         if name is not None:

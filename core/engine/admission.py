@@ -21,7 +21,7 @@ from headrace.ipc.failure import SHUT_DOWN, Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling, Task
 from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.prefix_names import PrefixKey
-from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
+from headrace.ipc.ranges import FLOAT32, VOCABULARY, checks_of, names_marked, out_of_range
 from headrace.ipc.row_inputs import problem_of
 
 FIELD = "SamplingParams"
@@ -65,6 +65,8 @@ class Admission:
         self._plan = plan
         self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
+        checks_of(AddRequest)  # now, so that the first request need not wait for it
+        self._token_fields = names_marked(Sampling, VOCABULARY)
         self._version = __version__
         self._seed = plan.seed
         self._seeds_drawn = 0
@@ -167,7 +169,7 @@ class Admission:
         return None
 
     def _check_token_rules(self, sampling: Sampling) -> Failure | None:
-        for name in names_marked(Sampling, VOCABULARY):
+        for name in self._token_fields:
             outside = next((each for each in _token_ids(getattr(sampling, name)) if each >= self._vocab_size), None)
             if outside is not None:
                 return self.refusal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 
@@ -26,13 +25,13 @@ class MemoryPort(Broadcaster):
     def serve(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def open(self, hello: Hello, deliver: Deliver) -> Callable[[ClientMessage], None]:
-        """Begins a session and returns the function that sends in it. The Welcome or the refusal goes to `deliver`."""
+    def open(self, hello: Hello, deliver: Deliver) -> int:
+        """Begins a session and returns the client's number. The Welcome or the refusal goes to `deliver`."""
         with self._greeting:
             answer = self._sessions.greet(hello)
             if not isinstance(answer, tuple):
                 deliver(answer)
-                return lambda message: None
+                return 0
             client, welcome = answer
             with self._lock:
                 self._deliver[client] = deliver
@@ -40,7 +39,7 @@ class MemoryPort(Broadcaster):
             draining = self._draining
         if draining is not None:
             deliver(draining)
-        return functools.partial(self._receive, client)
+        return client
 
     def send(self, client: int, message: CoreMessage) -> None:
         with self._lock:
@@ -60,7 +59,10 @@ class MemoryPort(Broadcaster):
         with self._lock:
             self._deliver.clear()
 
-    def _receive(self, client: int, message: ClientMessage) -> None:
+    def receive(self, client: int, message: ClientMessage) -> None:
+        """Takes a client's message; does nothing after its Goodbye, or if it was refused."""
+        if client not in self._deliver:
+            return
         reply = self._sessions.receive(client, message)
         if isinstance(message, Goodbye):
             with self._lock:

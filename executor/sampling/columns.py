@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.core.options.model_options import LogprobsMode
 from headrace.executor.sampling.draws import Draws
-from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
+from headrace.executor.sampling.row_processors import Position, RowProcessor, kinds, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow, TokenMasks
@@ -86,6 +86,7 @@ class SamplingColumns:
         self.entries: list[int] = [0] * num_rows
         """With logits processors, the number of the row's request, counted in the order of entry."""
         self._num_entered = 0
+        kinds()  # imported now, so that the first request need not wait for it
         self.counts: dict[int, TokenCounts] = {}
         """Only for rows whose penalties are computed on the host."""
 

@@ -11,22 +11,25 @@ import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from headrace.core.process.child_output import StartLine
-from headrace.frontend.api.batch import params_for
+from headrace.frontend.api.batch import default_params, params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.pooling_calls import pooling_params_for
 from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
-from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_metrics import Metric
-from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, check_finds, parse_own
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, parse_own
 from headrace.frontend.client.request_metrics import RequestCounts
-from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.client.transport import Transport
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.options import router_options
-from headrace.frontend.fleet.sources import Owned, Reconnecting
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
+from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -49,7 +52,6 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestE
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
-    from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
     from headrace.frontend.vllm.engine_keywords import EngineOptions
     from headrace.frontend.vllm.llm_engine import EngineArgs
@@ -86,11 +88,11 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         parsed = with_meeting(parse_own(model, dict(options)))
         if parsed.coordinator:
             check_finds(model, dict(options))
-            self._prepare([], FleetClient([], routing, parsed.coordinator, parsed.peer_timeout))
+            found = Discovery(parsed.coordinator, parsed.peer_timeout)
+            self._prepare(EnginePool([], routing, discovery=found, meters=RequestCounts()))
             return
-        children = start_ranks(parsed)
-        fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
-        self._prepare(fleet or children, FleetClient(fleet, routing) if fleet else None, parsed.use_tqdm_on_load)
+        sources = owned_ranks(parsed, start_ranks(parsed))
+        self._prepare(EnginePool(sources, routing, meters=RequestCounts()), parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(
@@ -125,43 +127,32 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
         keys, reconnect, and what it raises: see LLM.connect.
         """
-        if not reconnect:
-            return await cls.attach(ZmqTransport(address, keys=keys), timeout_s)
-        return await cls._attach(FleetClient([Reconnecting(address, keys=keys)]), timeout_s)
+        kind = Reconnecting if reconnect else Attached
+        return await cls._attach(kind(address, keys=keys, comes_back=reconnect, timeout_s=timeout_s))
 
     @classmethod
     async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
         """Attaches over any transport, such as a MemoryTransport to a core in this process. Raises as `connect`."""
-        return await cls._attach(CoreClient(transport), timeout_s)
+        return await cls._attach(Connected(transport, timeout_s))
 
     @classmethod
-    async def _attach(cls, client: CoreClient | FleetClient, timeout_s: float) -> AsyncLLM:
+    async def _attach(cls, source: Source) -> AsyncLLM:
         self = cls.__new__(cls)
-        self._prepare([])
-        self._loop = asyncio.get_running_loop()
-        await client.start(timeout_s)
-        self._take(client)
+        self._prepare(EnginePool([source], meters=RequestCounts()))
+        await self._ready()
         return self
 
-    def _prepare(
-        self,
-        children: Sequence[EngineProcess | Owned],
-        fleet: FleetClient | None = None,
-        shows_start: bool | None = False,
-    ) -> None:
-        """children: the engines that `close` stops. shows_start: the option use_tqdm_on_load."""
-        self._shows_start = shows_start
-        self._children = children
-        self._fleet = fleet
-        self._client: CoreClient | FleetClient | None = None
+    def _prepare(self, client: EnginePool, shows_start: bool | None = False) -> None:
+        """shows_start: the option use_tqdm_on_load."""
+        self._client, self._shows_start = client, shows_start
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Task[CoreClient | FleetClient] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._closed = False
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._sessions: dict[str, StreamingSession] = {}
         self._stat_loggers = StatLoggers(None)
-        self._stop_children = weakref.finalize(self, _stop_children, self._process_id, children)
+        self._stop_engines = weakref.finalize(self, _stop_engines, self._process_id, client)
 
     async def start(self) -> None:
         """Waits until the engine is ready. Calling it is optional: every other call waits too."""
@@ -198,12 +189,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                 async for output in pieces:
                     yield output
             return
-        client, stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how)
+        stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how)
         try:
             async for output in stream:
                 yield output
         finally:
-            client.abort_stream(stream)
+            stream.abort()
 
     async def encode(
         self,
@@ -225,12 +216,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         is_long = len(parsed.text or "") > _TOKENIZE_INLINE_CHARACTERS
         await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
         name = str(next(self._request_ids)) if request_id is None else request_id
-        stream: Any = client.submit(name, parsed, params, priority)
+        stream: Any = client.submit(check(name, parsed, params, client, priority))
         try:
             async for output in stream:
                 yield output
         finally:
-            client.abort_stream(stream)
+            stream.abort()
 
     async def add_request(
         self,
@@ -246,8 +237,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Submits one prompt; `await get()` on the stream returned waits for the next output. Raises as `generate`."""
         check_arguments("add_request", others)
         how = tokenization_of(tokenization_kwargs)
-        _, stream = await self._submit(prompt, params, request_id, priority, data_parallel_rank, how)
-        return stream
+        return await self._submit(prompt, params, request_id, priority, data_parallel_rank, how)
 
     async def _generate_from_pieces(
         self,
@@ -268,7 +258,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return parsed
 
         session = self._sessions[name] = StreamingSession(client, name, priority, prompt_of)
-        outputs = session.outputs(pieces, params or SamplingParams(**client.welcome.generation_defaults))
+        outputs = session.outputs(pieces, params or default_params(client.welcome))
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -284,20 +274,17 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         priority: int,
         rank: int | None,
         how: Tokenization = DEFAULT_TOKENIZATION,
-    ) -> tuple[CoreClient | FleetClient, RequestStream]:
+    ) -> RequestStream:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client, how)
-        defaults = SamplingParams(**client.welcome.generation_defaults)
-        chosen = sampling_params or defaults
-        kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
-        (params,) = params_for(sampling_params, defaults, 1, kind)
+        kind = RequestOutputKind.CUMULATIVE
+        if isinstance(sampling_params, SamplingParams):
+            kind = sampling_params.output_kind
+        (params,) = params_for(sampling_params, client.welcome, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
-        if isinstance(client, FleetClient):
-            return client, client.submit(name, parsed, params, priority, rank=rank)
-        if rank not in (None, 0):
-            raise InvalidRequestError(f"data_parallel_rank is {rank!r}, and there is one engine, of rank 0")
-        return client, client.submit(name, parsed, params, priority)
+        affinity = ANYWHERE if rank is None else Affinity(rank=rank)
+        return client.submit(check(name, parsed, params, client, priority), affinity=affinity)
 
     async def chat(
         self,
@@ -376,8 +363,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return self.get_tokenizer()
 
     def _started_tokenizer(self) -> Any:
-        if self._client is None:
-            raise HeadraceError("the engine has not started: await get_tokenizer()")
+        self._check_started("await get_tokenizer()")
         return _tokenizer_of(self._client)
 
     async def _find_tokenizer(self, hf: bool) -> Any:
@@ -407,9 +393,16 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     @property
     def vllm_config(self) -> EngineConfig:
         """Raises HeadraceError before the engine has started."""
-        if self._client is None:
-            raise HeadraceError("the engine has not started: await start() first")
+        self._check_started("await start() first")
         return engine_config(self._client.welcome)
+
+    def _check_started(self, hint: str) -> None:
+        if not self._has_started:
+            raise HeadraceError(f"the engine has not started: {hint}")
+
+    @property
+    def _has_started(self) -> bool:
+        return self._starting is not None and self._starting.done() and self._client.started.is_set()
 
     @property
     def model_config(self) -> ModelConfig:
@@ -427,12 +420,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     @property
     def errored(self) -> bool:
         """Whether the engine has died."""
-        return self._client is not None and self._client.failure is not None and not self._closed
+        return self._has_started and self._client.failure is not None and not self._closed
 
     @property
     def dead_error(self) -> BaseException:
         """The error that every method raises once the engine has died."""
-        failure = self._client.failure if self._client is not None else None
+        failure = self._client.failure if self._has_started else None
         return EngineDeadError("the engine is alive") if failure is None else EngineDeadError.from_failure(failure)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
@@ -450,7 +443,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that `generate` uses when none are given: the defaults, with the fields that the model's
         generation config sets."""
-        return SamplingParams(**(await self._ready()).welcome.generation_defaults)
+        return default_params((await self._ready()).welcome)
 
     async def engine(self) -> Welcome:
         """The engine's description of itself: model, limits, start-up times."""
@@ -466,9 +459,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
         await self._stat_loggers.stop()
-        if self._client is not None:
-            await self._client.close()
-        await asyncio.to_thread(self._stop_children)
+        await self._client.close(STOP_DEADLINE_S)
+        await asyncio.to_thread(self._stop_engines)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """`close` without asyncio, as in vLLM: running requests fail, and it blocks until the engine has ended.
@@ -478,9 +470,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._closed = True
         if self._starting is not None:
             self._starting.cancel()
-        self._stop_children()
-        if self._client is not None and self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop)
+        self._stop_engines()
+        if self._has_started and self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._client.close(STOP_DEADLINE_S), self._loop)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -493,7 +485,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Sends a control message, and returns the result in its Reply."""
         return await (await self._ready()).call(kind, timeout_s, **fields)
 
-    async def _ready(self) -> CoreClient | FleetClient:
+    async def _ready(self) -> EnginePool:
         """The client, once the engine has started. The first call binds this object to its event loop.
 
         Raises HeadraceError in another loop, in a forked process, and after `close`.
@@ -512,46 +504,31 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             raise HeadraceError(
                 "this AsyncLLM is in use in another asyncio loop: create one in each, or run everything in one loop"
             )
-        if self._client is not None:
-            if isinstance(self._client, FleetClient) and not self._client.is_usable:
+        if self._has_started:
+            if self._client.may_wait:
                 await self._client.until_usable()
             return self._client
         if self._starting is None:
             self._starting = loop.create_task(self._start())
         # Shielded: cancelling one caller must not cancel the start that others wait for.
         try:
-            return await asyncio.shield(self._starting)
+            await asyncio.shield(self._starting)
+            return self._client
         except asyncio.CancelledError:
             if self._closed:
                 raise HeadraceError("this AsyncLLM was closed while it started") from None
             raise
 
-    async def _start(self) -> CoreClient | FleetClient:
-        if self._fleet is not None:
-            await self._fleet.start(CONNECT_TIMEOUT_S)
-            return self._take(self._fleet)
-        (child,) = self._children
-        assert not isinstance(child, Owned), "those belong to a fleet"
-        with StartLine(self._shows_start) as line:
-            ready = await asyncio.to_thread(child.wait_ready, on_progress=line.show)
-        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
-        await client.start()
-        child.on_exit(client.fail_threadsafe)
+    async def _start(self) -> None:
+        await self._client.open(CONNECT_TIMEOUT_S, shows_start=self._shows_start)
         try:
-            await self._stat_loggers.start(client, engine_config(client.welcome))
+            await self._stat_loggers.start(self._client, engine_config(self._client.welcome))
         except BaseException:
-            await client.close()
+            await self._client.close(STOP_DEADLINE_S)
             raise
-        return self._take(client)
-
-    def _take(self, client: CoreClient | FleetClient) -> CoreClient | FleetClient:
-        """Makes a started client the one that requests go to, and counts its requests."""
-        client.request_counts = RequestCounts()
-        self._client = client
-        return client
 
 
-def _tokenizer_of(client: CoreClient | FleetClient) -> Any:
+def _tokenizer_of(client: EnginePool) -> Any:
     if client.tokenizer is None:
         raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
     return client.tokenizer
@@ -559,14 +536,12 @@ def _tokenizer_of(client: CoreClient | FleetClient) -> Any:
 
 async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
     if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
-        await asyncio.to_thread(tokenize, [prompt], client.tokenizer, how)
+        await asyncio.to_thread(tokenize, [prompt], client, how)
     else:
-        await without_blocking(lambda: tokenize([prompt], client.tokenizer, how))
-    how.apply(prompt, client.welcome)
+        await without_blocking(lambda: tokenize([prompt], client, how))
 
 
-def _stop_children(process_id: int, children: Sequence[EngineProcess | Owned]) -> None:
+def _stop_engines(process_id: int, client: EnginePool) -> None:
     if os.getpid() == process_id:  # not a forked copy
         renderer().end()
-        for child in children:
-            child.stop(STOP_DEADLINE_S)
+        client.stop(STOP_DEADLINE_S)

@@ -10,16 +10,19 @@ import logging
 import numbers
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.frontend.client.client import RequestClient
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.request.checks import CheckedRequest, check, checked_priority
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.request.prompts import Prompt, check_request, checked_priority
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import (
     HeadraceError,
     InvalidRequestError,
@@ -27,6 +30,7 @@ from headrace.ipc.failure import (
     RequestFailedError,
     let_interrupts_pass,
 )
+from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 8192
@@ -40,51 +44,30 @@ OnEnded = Callable[[RequestStream], None]
 """Called in the client's loop with each request that has ended well. Must not raise."""
 
 
-def run_batch(
+def checked_requests(
     client: RequestClient,
     prompts: Sequence[Prompt],
-    sampling_params: Any,
+    params: Sequence[SamplingParams | PoolingParams],
     priority: Any,
     ids: Iterator[int],
-    on_ended: OnEnded = lambda stream: None,
-) -> Coroutine[Any, Any, list[RequestOutput]]:
-    """Await it for the final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
-
-    Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once. On an error
-    or a cancellation, the remaining requests are aborted. If the engine takes fewer requests at a time than there are,
-    the others follow in turn.
-    """
-    return run_requests(client, _requests(client, prompts, sampling_params, priority, ids), on_ended)
-
-
-_Request = tuple[str, Prompt, SamplingParams | PoolingParams, int, int]
-"""Request id, prompt, parameters, priority, and the most tokens that it can generate."""
-
-
-def run_requests(
-    client: RequestClient, requests: Sequence[_Request], on_ended: OnEnded = lambda stream: None
-) -> Coroutine[Any, Any, list[Any]]:
-    """As `run_batch`, for requests that are checked: of each the final output of its kind."""
-    return _Batch(client, requests, on_ended).run()
-
-
-def _requests(
-    client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
-) -> list[_Request]:
-    """The checked requests of a batch. Raises InvalidRequestError."""
-    params = params_for(sampling_params, _defaults(client), len(prompts), RequestOutputKind.FINAL_ONLY)
+) -> list[CheckedRequest]:
+    """The requests of a batch. Raises InvalidRequestError, with the prompt's index if there are several."""
     priorities = priorities_for(priority, len(prompts))
-    limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
-    return [
-        (str(next(ids)), prompt, each, rank, limit)
-        for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True)
-    ]
+    requests = []
+    for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+        try:
+            requests.append(check("", prompt, each, client, rank))
+        except InvalidRequestError as error:
+            raise _naming(index, len(prompts), error) from error
+    return [msgspec.structs.replace(request, name=str(next(ids))) for request in requests]
 
 
-class _Batch:
+class RequestBatch(RequestListener):
     """Requests that run together. One that finds the queue full is sent again when another has ended."""
 
-    def __init__(self, client: RequestClient, requests: Sequence[_Request], on_ended: OnEnded) -> None:
+    def __init__(
+        self, client: RequestClient, requests: Sequence[CheckedRequest], on_ended: OnEnded = lambda stream: None
+    ) -> None:
         self._client, self._requests, self._on_ended = client, requests, on_ended
         self._waiting = list(range(len(requests)))  # a heap: the first of those that are to be sent (again)
         self._running: dict[RequestStream, int] = {}
@@ -98,18 +81,21 @@ class _Batch:
         self._error: HeadraceError | None = None
         self._news = asyncio.Event()
 
-    async def run(self) -> list[RequestOutput]:
+    async def run(self) -> list[Any]:
+        """Their final outputs, in order.
+
+        The first error of a request is raised at once. On an error or a cancellation, the remaining requests are
+        aborted. If the engine takes fewer requests at a time than there are, the others follow in turn.
+        """
         try:
             while self._num_ended < len(self._requests):
                 while self._may_send():
                     index = heapq.heappop(self._waiting)
-                    request_id, prompt, params, priority, most_tokens = self._requests[index]
                     try:
-                        stream = self._client.submit(request_id, prompt, params, priority, max_tokens=most_tokens)
+                        stream = self._client.submit(self._requests[index], self)
                     except QueueFullError as error:
                         self._refused(index, error)
                         break
-                    stream.on_done = self._on_done
                     self._running[stream] = index
                 if self._error is not None:
                     raise self._error
@@ -117,8 +103,8 @@ class _Batch:
             return [await stream.final() for stream in self._ended if stream is not None]
         finally:
             for stream in self._running:
-                stream.on_done = None
-                self._client.abort_stream(stream)
+                stream.listener = None
+                stream.abort()
 
     def _may_send(self) -> bool:
         if self._retry_at_s is not None:
@@ -135,7 +121,7 @@ class _Batch:
                 await self._news.wait()
         self._news.clear()
 
-    def _on_done(self, stream: RequestStream) -> None:
+    def on_done(self, stream: RequestStream) -> None:
         index = self._running.pop(stream)
         self._news.set()
         if isinstance(stream.error, QueueFullError):
@@ -164,23 +150,21 @@ class _Batch:
             self._error = self._error or error
 
 
-async def enqueue_batch(
-    client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
-) -> list[RequestStream]:
-    """Submits tokenised prompts as `run_batch` does, without waiting for their outputs. On an error none runs."""
+async def enqueue_requests(client: RequestClient, requests: Sequence[CheckedRequest]) -> list[RequestStream]:
+    """Submits requests without waiting for their outputs. On an error none runs."""
     streams: list[RequestStream] = []
     try:
-        for request_id, prompt, params, rank, max_tokens in _requests(client, prompts, sampling_params, priority, ids):
-            streams.append(client.submit(request_id, prompt, params, rank, max_tokens=max_tokens))
+        for request in requests:
+            streams.append(client.submit(request))
     except BaseException:
         for stream in streams:
-            client.abort_stream(stream)
+            stream.abort()
         raise
     return streams
 
 
-async def finish_batch(
-    client: RequestClient, streams: Sequence[RequestStream], on_ended: OnEnded = lambda stream: None
+async def finish_requests(
+    streams: Sequence[RequestStream], on_ended: OnEnded = lambda stream: None
 ) -> list[RequestOutput]:
     """The final outputs of submitted requests, in order. Raises the first error, and aborts the other requests."""
     outputs = []
@@ -190,7 +174,7 @@ async def finish_batch(
             on_ended(stream)
     finally:
         for stream in streams:
-            client.abort_stream(stream)
+            stream.abort()
     return outputs
 
 
@@ -308,21 +292,6 @@ class SharedBar:
                     bar.__exit__(None)
 
 
-def _defaults(client: RequestClient) -> SamplingParams:
-    """The default parameters, with the fields that the model's generation config sets."""
-    fields: dict[str, Any] = {**client.welcome.generation_defaults}
-    return SamplingParams(**fields)
-
-
-def _check(client: RequestClient, index: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> int:
-    """The most tokens that request `index` can generate. Raises InvalidRequestError, with the index if there are
-    several."""
-    try:
-        return check_request(prompts[index], params[index], client.welcome)
-    except InvalidRequestError as error:
-        raise _naming(index, len(prompts), error) from error
-
-
 def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
     """The error of one request, prefixed with its prompt's index if there are several."""
     if count == 1 or not isinstance(error, InvalidRequestError | RequestFailedError):
@@ -332,12 +301,13 @@ def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
     return named
 
 
-def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOutputKind) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts: copies with this output kind. Raises InvalidRequestError."""
+def params_for(given: Any, welcome: Welcome, count: int, kind: RequestOutputKind) -> list[SamplingParams]:
+    """One frozen SamplingParams of this output kind for each of `count` prompts, by default the engine's
+    defaults. Raises InvalidRequestError."""
     if given is None:
-        given = default
+        given = default_params(welcome)
     if isinstance(given, SamplingParams):
-        return [_copy(given, kind)] * count
+        return [given.frozen(kind)] * count
     several = elements(given)
     if several is None or not all(isinstance(each, SamplingParams) for each in several):
         raise InvalidRequestError(
@@ -345,7 +315,13 @@ def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOut
         )
     if len(several) != count:
         raise InvalidRequestError(f"there are {count} prompts and {len(several)} sampling_params; give one for each")
-    return [_copy(each, kind) for each in several]
+    return [each.frozen(kind) for each in several]
+
+
+def default_params(welcome: Welcome) -> SamplingParams:
+    """vLLM's defaults, with the fields that the model's generation config sets."""
+    fields: dict[str, Any] = {**welcome.generation_defaults}
+    return SamplingParams(**fields)
 
 
 def priorities_for(given: Any, count: int) -> list[int]:
@@ -357,9 +333,3 @@ def priorities_for(given: Any, count: int) -> list[int]:
     if several is None or len(several) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
     return list(map(checked_priority, several))
-
-
-def _copy(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
-    params = params.clone()
-    params.output_kind = kind
-    return params

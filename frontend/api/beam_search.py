@@ -13,12 +13,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from headrace.frontend.api.batch import run_batch
+from headrace.frontend.api.batch import RequestBatch, checked_requests
 from headrace.frontend.client.client import RequestClient
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from headrace.frontend.request.parameters.sampling_fields import ParamsStruct
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import Prompt, TokensInput, check_request, tokens_input
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt, TokensInput, tokens_input
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
@@ -98,17 +99,23 @@ async def beam_search(
     welcome = client.welcome
     check_width(params, welcome)
     step = SamplingParams(
-        logprobs=2 * params.beam_width, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
+        logprobs=2 * params.beam_width,
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
     for prompt in prompts:  # a prompt that leaves no room for a token has no step that would be refused
-        check_request(prompt, step, welcome)
+        check("", prompt, step, client)
     ends = frozenset(() if params.ignore_eos else welcome.eos_token_ids)
     searches = [_Search(prompt, params, ends) for prompt in prompts]
     for _ in range(params.max_tokens):
         # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
         growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
         asked = [each.prompt_of(beam) for each in growing for beam in each.beams]
-        outputs = iter(await run_batch(client, asked, step, None, ids))
+        requests = checked_requests(client, asked, [step] * len(asked), None, ids)
+        outputs = iter(await RequestBatch(client, requests).run())
         for each in growing:
             each.extend([next(outputs).outputs[0].logprobs or [] for _ in each.beams])
     tokenizer = client.tokenizer

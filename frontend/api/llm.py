@@ -10,28 +10,32 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from headrace.core.process.child_output import StartLine
-from headrace.frontend.api.batch import SharedBar, enqueue_batch, finish_batch, params_for, run_batch
+from headrace.frontend.api.batch import (
+    RequestBatch,
+    SharedBar,
+    checked_requests,
+    default_params,
+    enqueue_requests,
+    finish_requests,
+    params_for,
+)
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompts
 from headrace.frontend.api.pooling_calls import PoolingCalls
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.client.background import BackgroundLoop
-from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S
 from headrace.frontend.client.control import Controls
-from headrace.frontend.client.own_engine import (
-    CAUSE_GRACE_S,
-    STOP_DEADLINE_S,
-    check_finds,
-    parse_own,
-    run_in_process,
-)
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, parse_own, run_in_process
 from headrace.frontend.client.request_metrics import RequestCounts
-from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.client.transport import MemoryTransport, Transport
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.options import router_options
-from headrace.frontend.fleet.sources import Reconnecting
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting
+from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -52,9 +56,7 @@ from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_argumen
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.core.engine.engine import EngineThread
     from headrace.frontend.client.request import RequestStream
-    from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
     from headrace.frontend.vllm.engine_keywords import EngineOptions
     from headrace.frontend.vllm.llm_engine import EngineArgs, LLMEngine
@@ -71,6 +73,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     """
 
     __signature__ = EngineSignature("model", "in_process", "heartbeat_timeout")
+    _client: EnginePool
 
     def __init__(
         self,
@@ -93,22 +96,19 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         """
         routing = router_options(heartbeat_timeout)
         if in_process:
-            thread, transport = run_in_process(model, dict(options))
-            self._open(_own_client(transport), thread)
+            thread = run_in_process(model, dict(options))
+            self._open(EnginePool([Connected(MemoryTransport(thread.port), engine=thread)], meters=RequestCounts()))
             return
         parsed = with_meeting(parse_own(model, dict(options)))
         if parsed.coordinator:
             check_finds(model, dict(options))
-            self._open(FleetClient([], routing, parsed.coordinator, parsed.peer_timeout), None)
+            found = Discovery(parsed.coordinator, parsed.peer_timeout)
+            self._open(EnginePool([], routing, discovery=found, meters=RequestCounts()))
             return
         children = start_ranks(parsed)
         try:
-            if len(children) > 1:
-                self._open(FleetClient(owned_ranks(parsed, children, RESTARTS), routing), None)
-                return
-            with StartLine(parsed.use_tqdm_on_load) as line:
-                ready = children[0].wait_ready(on_progress=line.show)
-            self._open(_own_client(ZmqTransport(ready.address, ready.peer_timeout_s)), children[0])
+            pool = EnginePool(owned_ranks(parsed, children), routing, meters=RequestCounts())
+            self._open(pool, shows_start=parsed.use_tqdm_on_load)
         except BaseException:
             for child in children:
                 child.kill()
@@ -136,28 +136,22 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
 
         Raises EngineDeadError when no engine listens there, and AddressError for an invalid address.
         """
-        if not reconnect:
-            return cls.attach(ZmqTransport(address, keys=keys), timeout_s)
         self = cls.__new__(cls)
-        self._open(FleetClient([Reconnecting(address, keys=keys)]), None, timeout_s)
+        kind = Reconnecting if reconnect else Attached
+        source = kind(address, keys=keys, comes_back=reconnect, timeout_s=timeout_s)
+        self._open(EnginePool([source], meters=RequestCounts()))
         return self
 
     @classmethod
     def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
         """Attaches over any transport, such as a MemoryTransport to a core in this process. Raises as `connect`."""
         self = cls.__new__(cls)
-        self._open(CoreClient(transport), None, timeout_s)
+        self._open(EnginePool([Connected(transport, timeout_s)], meters=RequestCounts()))
         return self
 
-    def _open(
-        self,
-        client: CoreClient | FleetClient,
-        child: EngineProcess | EngineThread | None,
-        timeout_s: float = CONNECT_TIMEOUT_S,
-    ) -> None:
+    def _open(self, client: EnginePool, *, shows_start: bool | None = False) -> None:
         self._background = BackgroundLoop("headrace-llm")
-        self._client: CoreClient | FleetClient = client
-        client.request_counts = RequestCounts()
+        self._client = client
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []
@@ -165,14 +159,12 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self._bars = SharedBar()
         self._stat_loggers = StatLoggers(None)
         # Runs once: at close, when this object is collected, or when the interpreter exits.
-        self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, self._client, child)
+        self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, client)
         try:
-            self._background.run(self._client.start(timeout_s))
+            self._background.run(client.open(CONNECT_TIMEOUT_S, shows_start=shows_start))
         except BaseException:
             self._close()
             raise
-        if child is not None and isinstance(client, CoreClient):
-            child.on_exit(client.fail_threadsafe)
 
     def generate(
         self,
@@ -199,9 +191,22 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self._check_usable()
         check_arguments("generate", {"lora_request": lora_request, **others})
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
-        with self._bars.open(len(parsed), use_tqdm) as bar:
-            batch = run_batch(self._client, parsed, sampling_params, priority, self._request_ids, bar.add)
-            return self._background.run(batch, bar.show)
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+    ) -> list[CheckedRequest]:
+        params = params_for(sampling_params, self._client.welcome, len(prompts), RequestOutputKind.FINAL_ONLY)
+        return checked_requests(self._client, prompts, params, priority, self._request_ids)
+
+    def _run(self, requests: list[CheckedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        if not use_tqdm:
+            return self._background.run(RequestBatch(self._client, requests).run())
+        with self._bars.open(len(requests), use_tqdm) as bar:
+            return self._background.run(RequestBatch(self._client, requests, bar.add).run(), bar.show)
 
     def chat(
         self,
@@ -226,9 +231,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         check_arguments("chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
         sampling_params = self._strict(prompts, readers, sampling_params)
-        with self._bars.open(len(prompts), use_tqdm) as bar:
-            batch = run_batch(self._client, prompts, sampling_params, priority, self._request_ids, bar.add)
-            outputs = self._background.run(batch, bar.show)
+        outputs = self._run(self._requests(prompts, sampling_params, priority), use_tqdm)
         for reader, output in zip(readers, outputs, strict=True):
             reader.read(output)
         return outputs
@@ -259,7 +262,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         """The sampling parameters with the forms that tools with `strict` need; unchanged if there are none."""
         if not any(reader.is_strict for reader in readers):
             return given
-        params = params_for(given, self.get_default_sampling_params(), len(prompts), RequestOutputKind.FINAL_ONLY)
+        params = params_for(given, self._client.welcome, len(prompts), RequestOutputKind.FINAL_ONLY)
         work = zip(readers, prompts, params, strict=True)
         return [reader.constrain(prompt, each) for reader, prompt, each in work]
 
@@ -306,8 +309,8 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
     ) -> list[str]:
-        ids = self._request_ids
-        streams = self._background.run(enqueue_batch(self._client, prompts, sampling_params, priority, ids))
+        requests = self._requests(prompts, sampling_params, priority)
+        streams = self._background.run(enqueue_requests(self._client, requests))
         self._enqueued += zip(streams, readers, strict=True)
         return [stream.request_id for stream in streams]
 
@@ -321,7 +324,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         with self._bars.open(len(self._enqueued), use_tqdm) as bar:
             enqueued, self._enqueued = self._enqueued, []
             streams = [stream for stream, _ in enqueued]
-            outputs = self._background.run(finish_batch(self._client, streams, bar.add), bar.show)
+            outputs = self._background.run(finish_requests(streams, bar.add), bar.show)
         for (_, reader), output in zip(enqueued, outputs, strict=True):
             if reader is not None:
                 reader.read(output)
@@ -362,8 +365,8 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         Closing it (or leaving its `with` block, or dropping it) aborts the request. Raises as `generate` does.
         """
         check_arguments("stream", others)
-        parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
-        return SyncStream(self._background, self._client, (str(next(self._request_ids)), parsed, params, priority))
+        request = self._prepare(None, prompt, sampling_params, RequestOutputKind.DELTA, priority)
+        return SyncStream(self._background, self._client, request)
 
     def start_request(
         self,
@@ -379,9 +382,9 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         Outputs are cumulative unless `sampling_params.output_kind` says otherwise. Raises as `generate` does.
         """
         kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
-        parsed, params = self._prepare(prompt, sampling_params, kind, how)
+        request = self._prepare(request_id, prompt, sampling_params, kind, priority, how)
         pump = Pump(self._background, self._client, put)
-        pump.start((request_id, parsed, params, priority))
+        pump.start(request)
         return pump
 
     def get_tokenizer(self, *, hf: bool = False) -> Any:
@@ -424,7 +427,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
 
         Raises InvalidRequestError for several engines.
         """
-        if not isinstance(self._client, CoreClient):
+        if len(self._client.engines) != 1:
             raise InvalidRequestError(
                 "stat_loggers: not supported with data_parallel_size above 1, as they receive the "
                 "statistics of one engine; leave them out"
@@ -440,7 +443,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that `generate` uses when none are given: the defaults, with the fields that the model's
         generation config sets."""
-        return SamplingParams(**self._client.welcome.generation_defaults)
+        return default_params(self._client.welcome)
 
     @property
     def engine(self) -> Welcome:
@@ -471,23 +474,24 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
 
     def _prepare(
         self,
+        request_id: str | None,
         prompt: Any,
         sampling_params: SamplingParams | None,
         kind: RequestOutputKind,
+        priority: int,
         how: Tokenization = DEFAULT_TOKENIZATION,
-    ) -> tuple[Prompt, SamplingParams]:
-        """One tokenised prompt, and a copy of its sampling parameters with this output kind."""
+    ) -> CheckedRequest:
+        """A request with one prompt and this output kind, of the next id for None."""
         self._check_usable()
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
-        (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
-        return parsed, params
+        (params,) = params_for(sampling_params, self._client.welcome, 1, kind)
+        name = str(next(self._request_ids)) if request_id is None else request_id
+        return check(name, parsed, params, self._client, priority)
 
     def _tokenized(self, prompts: list[Prompt], how: Tokenization = DEFAULT_TOKENIZATION) -> list[Prompt]:
-        if isinstance(self._client, FleetClient) and not self._client.is_usable:
+        if self._client.may_wait:
             self._background.run(self._client.until_usable())
-        tokenize(prompts, self._client.tokenizer, how)
-        for prompt in prompts:
-            how.apply(prompt, self._client.welcome)
+        tokenize(prompts, self._client, how)
         return prompts
 
     def check_may_wait(self) -> None:
@@ -511,26 +515,14 @@ def connect(
     return LLM.connect(address, timeout_s, keys=keys, reconnect=reconnect)
 
 
-def _own_client(transport: Transport) -> CoreClient:
-    """A client of an engine started here. When the connection is lost, it first waits for the child's supervisor to
-    report the cause."""
-    return CoreClient(transport, cause_grace_s=CAUSE_GRACE_S)
-
-
-def _shut_down(
-    process_id: int,
-    background: BackgroundLoop,
-    client: CoreClient | FleetClient,
-    child: EngineProcess | EngineThread | None,
-) -> None:
+def _shut_down(process_id: int, background: BackgroundLoop, client: EnginePool) -> None:
     if os.getpid() != process_id:
         return  # a forked copy: it has no such thread, and the engine belongs to the parent
     if background.is_current_thread:  # the LLM was collected in the background thread, which cannot wait for itself
-        threading.Thread(target=_shut_down, args=(process_id, background, client, child), name="headrace-close").start()
+        threading.Thread(target=_shut_down, args=(process_id, background, client), name="headrace-close").start()
         return
     with contextlib.suppress(Exception):
-        background.run(client.close())
+        background.run(client.leave())
     background.stop()
     renderer().end()
-    if child is not None:
-        child.stop(STOP_DEADLINE_S)
+    client.stop(STOP_DEADLINE_S)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.batch import SharedBar, priorities_for, run_requests
+from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_requests
 from headrace.frontend.client.background import BackgroundLoop
-from headrace.frontend.fleet.client import FleetClient
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.pair_prompts import paired, scoring_task, similarity, tokenize_pairs
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
@@ -19,21 +18,21 @@ from headrace.frontend.request.pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, check_pooling, most_tokens, tokenize_to_pool
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, most_tokens, tokenize_to_pool
 from headrace.frontend.request.prompts import Prompt, parse_prompts, tokenization_of
 from headrace.frontend.vllm.unsupported import check_arguments
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.client import CoreClient
+    from headrace.frontend.fleet.pool import EnginePool
 
 
 class PoolingCalls:
     """A part of `LLM`, which sets these attributes."""
 
     _background: BackgroundLoop
-    _client: CoreClient | FleetClient
+    _client: EnginePool
     _bars: SharedBar
     _request_ids: Iterator[int]
     _check_usable: Callable[[], None]
@@ -150,11 +149,11 @@ class PoolingCalls:
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 
-    def _pooling_client(self, what: str) -> CoreClient | FleetClient:
+    def _pooling_client(self, what: str) -> EnginePool:
         """The client, once it can be used. Raises InvalidRequestError for a model that does not pool."""
         self._check_usable()
         client = self._client
-        if isinstance(client, FleetClient) and not client.is_usable:
+        if client.may_wait:
             self._background.run(client.until_usable())
         if client.welcome.pooling is None:
             raise InvalidRequestError(f"{what} want a model that pools: {NOT_POOLING}")
@@ -168,19 +167,9 @@ class PoolingCalls:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         client = self._client
-        welcome = client.welcome
-        for index, (prompt, each) in enumerate(zip(parsed, params, strict=True)):
-            try:
-                check_pooling(prompt, each, welcome)
-            except InvalidRequestError as error:
-                raise (InvalidRequestError(f"prompts[{index}]: {error}") if len(parsed) > 1 else error) from None
-        ranks = priorities_for(priority, len(parsed))
-        requests = [
-            (str(next(self._request_ids)), prompt, each, rank, 0)
-            for prompt, each, rank in zip(parsed, params, ranks, strict=True)
-        ]
+        requests = checked_requests(client, parsed, params, priority, self._request_ids)
         with self._bars.open(len(parsed), use_tqdm) as bar:
-            outputs: list[Any] = self._background.run(run_requests(client, requests, bar.add), bar.show)
+            outputs: list[Any] = self._background.run(RequestBatch(client, requests, bar.add).run(), bar.show)
         return outputs
 
 

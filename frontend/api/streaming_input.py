@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.outputs import CompletionOutput, RequestOutput
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
@@ -109,7 +110,7 @@ class StreamingSession:
         if new.inputs:
             raise InvalidRequestError("prompt_embeds not supported for streaming inputs")
         prompt = Prompt(token_ids=[*self._token_ids, *(new.token_ids or ())], cache_salt=new.cache_salt)
-        stream = self._client.submit(self._request_id, prompt, params, self._priority)
+        stream = self._client.submit(check(self._request_id, prompt, params, self._client, self._priority))
         told, logprob = self._told, self._logprob
         try:
             async for output in stream:
@@ -121,7 +122,7 @@ class StreamingSession:
                     self._told = output.outputs[0] = _joined(told, output.outputs[0])
                 yield output
         finally:
-            self._client.abort_stream(stream)
+            stream.abort()
 
     def _is_last(self, stream: RequestStream) -> bool:
         was_aborted = stream.sequences[0].finish_reason == "abort"

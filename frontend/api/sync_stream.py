@@ -11,9 +11,8 @@ from headrace.frontend.client.background import BackgroundLoop, take
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import Prompt
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
 """Receives a request's outputs one by one, then None at its end or the error that ended it."""
@@ -25,9 +24,7 @@ MOST_UNREAD = 8
 class SyncStream(OneProcess):
     """An iterator of outputs, for one thread. Closing it aborts the request."""
 
-    def __init__(
-        self, background: BackgroundLoop, client: RequestClient, request: tuple[str, Prompt, SamplingParams, int]
-    ) -> None:
+    def __init__(self, background: BackgroundLoop, client: RequestClient, request: CheckedRequest) -> None:
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
         # The pump refers to the queue and not to this object, so that this object can be collected, which aborts it.
@@ -82,7 +79,7 @@ class Pump:
         self._room = asyncio.Semaphore(MOST_UNREAD)
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
+    def start(self, request: CheckedRequest) -> None:
         """Submits the request. Raises as `RequestClient.submit` does."""
         self._background.run(self._start(request))
 
@@ -99,8 +96,8 @@ class Pump:
         if self._task is not None:
             self._background.call_soon(self._task.cancel)
 
-    async def _start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
-        stream = self._client.submit(*request)
+    async def _start(self, request: CheckedRequest) -> None:
+        stream = self._client.submit(request)
         self._task = asyncio.get_running_loop().create_task(self._run(stream))
 
     async def _run(self, stream: RequestStream) -> None:
@@ -112,4 +109,4 @@ class Pump:
         except BaseException as error:
             self._put(None if isinstance(error, asyncio.CancelledError) else error)
         finally:
-            self._client.abort_stream(stream)
+            stream.abort()

@@ -25,7 +25,7 @@ from headrace.frontend.batch_file.file import (
     has_changed,
 )
 from headrace.frontend.fleet.blame import QUARANTINED
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.chat import prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import (

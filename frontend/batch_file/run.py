@@ -17,9 +17,12 @@ from headrace.core.options.parsing import given_options, options_from_arguments
 from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S
-from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
-from headrace.frontend.fleet.pool import HELD_S, Engine, EnginePool
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S
+from headrace.frontend.fleet.discovery import Discovery
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import HELD_S, EnginePool
 from headrace.frontend.fleet.sources import Attached
+from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.http.apis import known_fields
 from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.apis.responses.client_tools import LeftOut
@@ -42,7 +45,7 @@ _LOOK_S = 0.1
 T = TypeVar("T")
 
 
-def engines_of(arguments: argparse.Namespace) -> FleetClient:
+def engines_of(arguments: argparse.Namespace) -> EnginePool:
     """The engines that the arguments describe. Raises OptionError for options that contradict each other."""
     options = options_from_arguments(arguments)
     given = given_options(arguments)
@@ -51,15 +54,14 @@ def engines_of(arguments: argparse.Namespace) -> FleetClient:
             raise OptionError(
                 f"--engine attaches to an engine that has its options; leave out {', '.join(given.values())}"
             )
-        return FleetClient([Attached(arguments.engine, comes_back=False)])  # its death ends the run
+        return EnginePool([Attached(arguments.engine, comes_back=False)])  # its death ends the run
     if options.coordinator:
         needless = [written for name, written in given.items() if name not in ("coordinator", "peer_timeout")]
         if needless:
             raise OptionError(f"--coordinator finds an engine that has its options; leave out {', '.join(needless)}")
-        return FleetClient([], coordinators=options.coordinator, peer_timeout_s=options.peer_timeout)
+        return EnginePool([], discovery=Discovery(options.coordinator, options.peer_timeout))
     options = with_meeting(options)
-    children = start_ranks(options)
-    return FleetClient(owned_ranks(options, children, RESTARTS if len(children) > 1 else 0))
+    return EnginePool(owned_ranks(options, start_ranks(options)))
 
 
 class BatchRun:
@@ -87,17 +89,17 @@ class BatchRun:
         self._pages = Pages()
         self._on_result: Callable[[], None] = _nothing
 
-    async def run(self, engines: FleetClient) -> int:
+    async def run(self, pool: EnginePool) -> int:
         """Returns the exit status. Raises HeadraceError if the engines do not start, or the last one dies: the results
         so far are kept, and the rest can be resumed."""
         try:
-            await engines.start(CONNECT_TIMEOUT_S)
-            pool = engines.pool
+            pool.meters = self._pages
+            await pool.open(CONNECT_TIMEOUT_S)
             capacity = sum(each.client.welcome.max_num_seqs for each in pool.engines if each.client is not None)
             with self._progress():
                 await self._run_lines(pool, self._max_concurrency or 2 * capacity)
         finally:
-            await engines.close()
+            await pool.close(STOP_DEADLINE_S)
         self._say_summary()
         return 1 if self._fails_on_error and (self._num_failed or self._results.num_errors) else 0
 

@@ -41,11 +41,9 @@ class BackgroundLoop:
         meanwhile: called in the waiting thread about four times a second; its error ends the wait as an interruption
         does. Raises HeadraceError in the loop's own thread, which cannot wait for itself.
         """
-        try:
-            self.check_may_wait()
-        except HeadraceError:
+        if self.is_current_thread:
             coroutine.close()
-            raise
+            self.check_may_wait()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 

@@ -7,21 +7,18 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol
 
 from headrace import __version__
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, is_local, listener_of
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.pooling_stream import PoolingStream
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.parameters.thinking import thinking_of
-from headrace.frontend.request.parameters.token_rules import tokenized_fields
-from headrace.frontend.request.pooling_prompts import check_pooling
-from headrace.frontend.request.prompts import Prompt, check_request, checked_name, checked_priority
+from headrace.frontend.request.checks import CheckedRequest
+from headrace.frontend.request.prompts import ModelFacts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
 from headrace.ipc.failure import (
@@ -30,6 +27,7 @@ from headrace.ipc.failure import (
     HeadraceError,
     InvalidRequestError,
     QueueFullError,
+    let_interrupts_pass,
 )
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -55,25 +53,34 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 
 
-class RequestClient(Protocol):
+class RequestClient(ModelFacts, Protocol):
     """Submits requests to one or several engines."""
 
-    @property
-    def welcome(self) -> Welcome: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream: ...
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        priority: int = 0,
-        *,
-        max_tokens: int | None = None,
-    ) -> RequestStream: ...
 
-    def abort_stream(self, stream: RequestStream) -> None: ...
+class CoreListener:
+    """Hears of one session with a core, in the client's loop. This one takes nothing over."""
+
+    def on_lost(self, streams: Sequence[RequestStream], failure: Failure) -> None:
+        """The core is lost, and with it these unfinished requests: continues or ends each."""
+        for stream in streams:
+            stream.fail(EngineDeadError.from_failure(failure))
+
+    def on_refused(self, stream: RequestStream, failure: Failure) -> bool:
+        """The core does not take the request, which others may: whether one does."""
+        return False
+
+    def on_load(self, load: Load) -> None: ...
+
+    def on_prefixes(self, events: PrefixEvents) -> None:
+        """See `CoreClient.follow_prefixes`."""
+
+    def on_draining(self) -> None:
+        """The core has announced that it accepts no new requests."""
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """The core has sent another Welcome, as it has loaded other weights."""
 
 
 class CoreClient(AsyncControls):
@@ -90,7 +97,8 @@ class CoreClient(AsyncControls):
         self._transport = transport
         self._cause_grace_s = cause_grace_s
         self.send = transport.send
-        self.requests = RequestTable(self.send)
+        self.listener = CoreListener()
+        self.requests = RequestTable(self.send, self._take_over)
         self._next_call = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -110,17 +118,6 @@ class CoreClient(AsyncControls):
         self.load: Load | None = None
         """The core's last Load, which it sends while it runs requests of this client."""
         self.tokenizer: Tokenizer | None = None
-        self.rescue: Callable[[list[RequestStream], Failure], None] | None = None
-        """Called with the unfinished requests when the core has died, to continue them on other engines."""
-        self.on_dead: Callable[[Failure], None] | None = None
-        self.on_load: Callable[[Load], None] | None = None
-        """Called with each Load."""
-        self.on_prefixes: Callable[[PrefixEvents], None] | None = None
-        """Called with each PrefixEvents; see `follow_prefixes`."""
-        self.on_draining: Callable[[], None] | None = None
-        """Called when the core has announced that it accepts no new requests."""
-        self.on_welcome: Callable[[Welcome], None] | None = None
-        """Called when the core has sent another Welcome, as it has loaded other weights."""
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> CoreClient:
@@ -132,7 +129,7 @@ class CoreClient(AsyncControls):
     async def start(self, timeout_s: float = CONNECT_TIMEOUT_S, *, with_tokenizer: bool = True) -> None:
         """Opens the session, and fetches the tokenizer if `with_tokenizer`. Closes the session if that fails."""
         self._loop = asyncio.get_running_loop()
-        self._welcome = self._loop.create_future()
+        self._welcome, self._ended = self._loop.create_future(), asyncio.Event()
         self._transport.open(self._on_message, self._on_closed)
         try:
             self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
@@ -158,59 +155,26 @@ class CoreClient(AsyncControls):
             store_bundle(info, bundle)
         self.tokenizer = Tokenizer(bundle)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        priority: int = 0,
-        *,
-        max_tokens: int | None = None,
-    ) -> RequestStream:
-        """Checks and sends a request whose prompt is tokenised. `params` must not be changed afterwards.
+    def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream:
+        """Sends a request that was checked. listener: hears of it, besides the reader of the stream.
 
-        max_tokens: the result of `check_request`, if the caller has already called it.
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
         self.check_alive()
-        request_id, priority = checked_name(request_id), checked_priority(priority)
         if self._transport.is_full:
             why = "the engine-core reads nothing, and this client's send queue is full"
             raise QueueFullError.from_failure(
                 Failure(message=why, type="QueueFullError", process="client", phase="submit", retry_after_s=1.0)
             )
-        if isinstance(params, PoolingParams):
-            task = check_pooling(prompt, params, self.welcome)
-        elif max_tokens is None:
-            max_tokens = check_request(prompt, params, self.welcome)
-        if request_id in self.requests:
-            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
-        if priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
+        if request.name in self.requests:
+            raise id_in_use(request.name)
+        if request.priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
             self._has_warned_of_priority = True
             logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")
-        if isinstance(params, PoolingParams):
-            stream: RequestStream = self.requests.add_to_pool(request_id, prompt, params, task, priority)
-        else:
-            stream = self._generate(request_id, prompt, params, max_tokens or 0, priority)
-        if self.request_counts is not None:
-            self.request_counts.follow(stream)
+        stream = RequestStream(request, self.tokenizer) if request.pool is None else PoolingStream(request)
+        stream.listener = listener
+        self.requests.add(stream)
         return stream
-
-    def _generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int, priority: int
-    ) -> RequestStream:
-        tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
-        if (thinking := thinking_of(params, prompt, self.tokenizer, self.welcome)) is not None:
-            tokenized["thinking"] = thinking
-        return self.requests.add(
-            request_id,
-            prompt,
-            params,
-            max_tokens=max_tokens,
-            priority=priority,
-            tokenizer=self.tokenizer,
-            tokenized=tokenized,
-        )
 
     @property
     def is_elsewhere(self) -> bool:
@@ -232,11 +196,6 @@ class CoreClient(AsyncControls):
         """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""
         self.requests.abort((request_ids,) if isinstance(request_ids, str) else request_ids)
 
-    def abort_stream(self, stream: RequestStream) -> None:
-        """Ends one request with finish_reason `abort`; does nothing once it has ended."""
-        if stream.table is not None:
-            stream.table.abort_stream(stream)
-
     def check_alive(self) -> None:
         """Raises EngineDeadError if the session has ended or the core is draining."""
         if self.failure is not None:
@@ -249,16 +208,24 @@ class CoreClient(AsyncControls):
         if self.failure is not None:
             return
         self.failure = failure
-        if self.rescue is not None and not self._closed:
-            self.rescue(self.requests.release_all(), failure)
-        else:
-            self.requests.fail_all(failure, EngineDeadError)
+        self._ended.set()
+        lost, listener = self.requests.release_all(), CoreListener() if self._closed else self.listener
+        try:
+            listener.on_lost(lost, failure)
+        except BaseException as error:  # no request may wait for it
+            let_interrupts_pass(error)
+            logger.exception("the requests of a lost engine could not be moved")
+            CoreListener().on_lost([stream for stream in lost if stream.table is None], failure)
         for waiting in (*self._calls.values(), self._welcome):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(EngineDeadError.from_failure(failure))
                 waiting.exception()  # else asyncio logs one that nobody waits for: `failure` tells it already
-        if self.on_dead is not None and not self._closed:
-            self.on_dead(failure)
+
+    async def until_lost(self) -> Failure:
+        """Waits for the end of the session. Returns the cause."""
+        await self._ended.wait()
+        assert self.failure is not None, "it has ended"
+        return self.failure
 
     def fail_threadsafe(self, failure: Failure) -> None:
         """Calls `fail` from any thread."""
@@ -281,7 +248,7 @@ class CoreClient(AsyncControls):
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
     def follow_prefixes(self) -> None:
-        """Asks the core to report the content of its prefix cache from now on, to `on_prefixes`."""
+        """Asks the core to report the content of its prefix cache from now on, to the listener."""
         self._transport.send(FollowPrefixes())
 
     async def engine(self) -> Welcome:
@@ -317,11 +284,9 @@ class CoreClient(AsyncControls):
             self.requests.on_step(message)
         elif isinstance(message, Load):
             self.load = message
-            if self.on_load is not None:
-                self.on_load(message)
+            self.listener.on_load(message)
         elif isinstance(message, PrefixEvents):
-            if self.on_prefixes is not None:
-                self.on_prefixes(message)
+            self.listener.on_prefixes(message)
         elif isinstance(message, Reply):
             self._on_reply(message)
         elif isinstance(message, Welcome):
@@ -330,13 +295,15 @@ class CoreClient(AsyncControls):
             self._on_refused(message)
         elif isinstance(message, Draining):
             self.draining = True
-            if self.on_draining is not None:
-                self.on_draining()
+            self.listener.on_draining()
         elif isinstance(message, EngineFailed):
             self.fail(message.failure)
         elif isinstance(message, Dismissed):
             self.fail(message.failure)
             self._transport.close()
+
+    def _take_over(self, stream: RequestStream, failure: Failure) -> bool:
+        return self.listener.on_refused(stream, failure)
 
     def _on_welcome(self, message: Welcome) -> None:
         """The first Welcome replies to Hello; a later one reports changes."""
@@ -344,8 +311,7 @@ class CoreClient(AsyncControls):
             self._welcome.set_result(message)
             return
         self.welcome = message
-        if self.on_welcome is not None:
-            self.on_welcome(message)
+        self.listener.on_welcome(message)
 
     def _on_closed(self, failure: Failure) -> None:
         if self._cause_grace_s:
@@ -377,3 +343,7 @@ class CoreClient(AsyncControls):
                     "same version on both sides"
                 )
             )
+
+
+def id_in_use(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"a request with the id {name!r} is running; ids must be unique")

@@ -287,7 +287,7 @@ def blocking(
     @functools.wraps(method)
     def call(self: Controls, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_usable()
-        return self._background.run(method(self._client, *args, **kwargs))
+        return self._background.run(getattr(self._client, method.__name__)(*args, **kwargs))
 
     return call
 
@@ -296,7 +296,7 @@ class Controls(OneProcess):
     """Mixed into LLM: the methods of AsyncControls, which return once the engine has replied."""
 
     _background: BackgroundLoop
-    _client: AsyncControls
+    _client: Any  # its methods are awaited by name
 
     def _check_usable(self) -> None:
         raise NotImplementedError

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.client.transport import MemoryTransport
 from headrace.ipc.failure import OptionError
-from headrace.ipc.messages import ClientMessage, Hello
 from headrace.ipc.plugins import is_loading_script
 
 if TYPE_CHECKING:
@@ -18,8 +16,8 @@ CAUSE_GRACE_S = 1.0
 """How long after a lost connection to wait for the supervisor to report how the core ended."""
 
 
-def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
-    """Starts the engine on a thread of this process; returns it and the transport to it. Raises the start's errors."""
+def run_in_process(model: str | None, options: dict[str, Any]) -> EngineThread:
+    """Starts the engine on a thread of this process. Raises the start's errors."""
     from headrace.core.process.installed import check_engine_is_installed
 
     check_engine_is_installed()
@@ -28,14 +26,7 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
     parsed = parse_own(model, options)
     if parsed.data_parallel_size > 1:
         raise OptionError(f"data_parallel_size={parsed.data_parallel_size} is of processes: leave in_process out")
-    thread = EngineThread(parsed)
-
-    def open_session(hello: ClientMessage) -> None:
-        assert isinstance(hello, Hello), "a session begins with Hello"
-        transport.deliver = thread.port.open(hello, transport.push)
-
-    transport = MemoryTransport(open_session)
-    return thread, transport
+    return EngineThread(parsed)
 
 
 def parse_own(model: str | None, options: dict[str, Any]) -> Options:

@@ -5,23 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from headrace.frontend.request.prompts import Prompt
-from headrace.ipc.messages import Pool, Task
-
-NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-"""In the place of a request's parameters where it pools."""
+from headrace.ipc.messages import Task
 
 
 class PoolingStream(RequestStream):
     """A `RequestStream` whose one sequence gets no tokens, but vectors."""
 
-    def __init__(self, request_id: str, prompt: Prompt, params: PoolingParams, task: Pool, slot: int) -> None:
-        super().__init__(request_id, prompt, NO_TOKENS, None, slot)
-        self.pooling_params, self._task = params, task
+    def __init__(self, request: CheckedRequest) -> None:
+        super().__init__(request, None)
+        assert request.pool is not None, "it is a request that pools"
+        self._task = request.pool
         self.vectors: memoryview[Any] | None = None
         """[num_vectors * width] float32, once they have come."""
         self.width = 0

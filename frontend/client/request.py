@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -28,8 +29,7 @@ from headrace.frontend.request.outputs import (
     SampleLogprobs,
 )
 from headrace.frontend.request.parameters.repetition import STOP_REASON
-from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
-from headrace.frontend.request.prompts import Prompt
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
 from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -37,6 +37,7 @@ from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 from headrace.ipc.messages import Finish, Generate, LogprobRows, Sampling, Task
 
 if TYPE_CHECKING:
+    from headrace.frontend.client.request_metrics import RequestMeter
     from headrace.frontend.client.request_table import RequestTable
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,10 @@ class SequenceState:
         "token_ids",
     )  # fmt: skip
 
-    def __init__(self, stream: RequestStream, slot: int, index: int, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, stream: RequestStream, index: int, detokenizer: Detokenizer | None) -> None:
         params = stream.params
-        self.stream, self.slot, self.index, self.detokenizer = stream, slot, index, detokenizer
+        self.stream, self.index, self.detokenizer = stream, index, detokenizer
+        self.slot = -1  # none yet; each engine's table gives it one
         self.stops: StopChecker | None = None
         if params.stop_strings and detokenizer is not None:
             self.stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
@@ -174,15 +176,28 @@ class SequenceState:
         return self.finish_reason is not None and not self._end_read
 
 
+class RequestListener:
+    """Hears of a request as it runs, in the client's loop: for readers that must not wait for a task switch. An error
+    of a listener ends its request, and no other."""
+
+    def on_step(self, stream: RequestStream, now_s: float) -> None:
+        """After each step with outputs of the request, whatever the output kind. now_s: monotonic seconds."""
+
+    def on_done(self, stream: RequestStream) -> None:
+        """Once, when the request has ended, successfully or not: before the last `on_step`, if there is one."""
+
+
 class RequestStream(OneProcess):
     """A submitted request: an async iterator of its outputs, for one reader, in the client's loop."""
 
-    def __init__(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, first_slot: int
-    ) -> None:
-        self.request_id, self.prompt, self.params = request_id, prompt, params
+    def __init__(self, request: CheckedRequest, tokenizer: Tokenizer | None) -> None:
+        self.request, self.prompt, self.params = request, request.prompt, request.params
+        self.request_id = request.name
+        prompt, params = request.prompt, request.params
         self.tokenizer = tokenizer if params.detokenize else None
-        self.sequences = [self._new_sequence(first_slot + index, index) for index in range(params.n)]
+        self.sequences: list[SequenceState] = []
+        for index in range(params.n):
+            self.sequences.append(SequenceState(self, index, self._detokenizer()))
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -194,26 +209,22 @@ class RequestStream(OneProcess):
         self.num_prompt_logprobs = len(self._prompt_logprobs or ())
         """For how many prompt positions they have arrived."""
         self.metrics = RequestMetrics(arrival_time=time.time())
-        self.on_done: Callable[[RequestStream], None] | None = None
-        """Called once when the request has ended, successfully or not."""
-        self.on_counted: tuple[Callable[[RequestStream], None], ...] = ()
-        """Also called at its end, to count all requests of a client (RequestTable.on_counted, RequestCounts)."""
-        self.on_step: Callable[[RequestStream, float], None] | None = None
-        """Called after each step with outputs of the request, with the time (monotonic seconds), whatever the output
-        kind: for readers that must not wait for a task switch. It reads `sequences`. An error that it raises ends the
-        request."""
+        self.listener: RequestListener | None = None
+        """Whoever submitted the request, if it wants to hear of it."""
+        self.client: RequestListener | None = None
+        """The pool of engines that the request was submitted to, which hears of its end first."""
+        self.meter: RequestMeter | None = None
+        """Times it."""
+        self.trace: RequestListener | None = None
+        """Exports its times at its end."""
         self.touched = False
         """Whether the current step has outputs of this request."""
-        self.max_tokens = self.priority = 0  # as they were sent
-        self.tokenized: Mapping[str, Any] = NOTHING  # the same
         self.interval = 1
         """How many new tokens of an output to return together."""
         self.table: RequestTable | None = None
         """The table of the engine that runs it; None while it moves between engines."""
         self.route: Any = None
         """The router's record of it (frontend/fleet/decisions.py:RoutedRequest), if there is a router."""
-        self.on_gone: Callable[[RequestStream], None] | None = None
-        """Called once when the request has ended, for the router."""
         self._submitted_s = time.monotonic()
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -221,20 +232,19 @@ class RequestStream(OneProcess):
         self._ended = False
         self._final_given = False
 
-    def _new_sequence(self, slot: int, index: int) -> SequenceState:
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = self.tokenizer.detokenizer(
-                skip_special_tokens=self.params.skip_special_tokens,
-                spaces_between_special_tokens=self.params.spaces_between_special_tokens,
-                prompt_token_ids=(self.prompt.token_ids or ())[self.prompt.text_start :],
-            )
-        return SequenceState(self, slot, index, detokenizer)
+    def _detokenizer(self) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.detokenizer(
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+            prompt_token_ids=(self.prompt.token_ids or ())[self.prompt.text_start :],
+        )
 
     def task_of(self, sequence: SequenceState) -> Task:
         """What the engine is asked for: to generate the rest of one output."""
-        sampling = self.params.to_wire(self.max_tokens, sequence.index, self.tokenized)
-        if sequence.seed is not None or sequence.token_ids or self.prompt_logprobs:
+        sampling = self.params.to_wire(self.request.max_tokens, sequence.index, self.request.tokenized)
+        if sequence.seed is not None or sequence.token_ids or self._prompt_logprobs is not None:
             sampling = _resumed(sampling, sequence)
         return Generate(sampling=sampling)
 
@@ -287,19 +297,26 @@ class RequestStream(OneProcess):
             pass
         return output
 
+    def abort(self) -> None:
+        """Ends it with finish_reason `abort`; does nothing once it has ended."""
+        if self.table is not None:
+            self.table.abort_stream(self)
+
     def notify(self, now_s: float) -> None:
         """Called at the end of a step with outputs of this request: wakes the reader if there is something to read."""
         self.touched = False
-        if self._error is not None:
-            return  # it failed in this step: its tokens are no output, and `fail` has woken the reader
+        if self._ended:
+            return  # it failed or was aborted in this step, and its reader knows
         if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:
             self._end(now_s)
         elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY and any(s.has_news() for s in self.sequences):
             self._wake()
-        if self.on_step is not None:
-            self.on_step(self, now_s)
+        if self.meter is not None:
+            self.meter.on_step(self, now_s)
+        if self.listener is not None:
+            self.listener.on_step(self, now_s)
 
     def fail(self, error: HeadraceError) -> None:
         """Ends the request with an error, unless it has ended already."""
@@ -355,11 +372,11 @@ class RequestStream(OneProcess):
             self._waiter.set_result(None)
 
     def _report_done(self) -> None:
-        for told in (self.on_gone, self.on_done, *self.on_counted):
-            if told is None:
+        for each in (self.client, self.meter, self.trace, self.listener):
+            if each is None:
                 continue
             try:
-                told(self)
+                each.on_done(self)
             except BaseException as error:  # the others must know too
                 let_interrupts_pass(error)
                 logger.exception("request %s: its end could not be told to a listener", self.request_id)

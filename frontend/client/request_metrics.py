@@ -12,7 +12,7 @@ import collections
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
@@ -91,7 +91,7 @@ class RequestMeter:
         self._num_tokens = self._num_migrations = 0
 
     def on_step(self, stream: RequestStream, now_s: float) -> None:
-        """Call at each step with outputs of the request, as RequestStream.on_step."""
+        """Call at each step with outputs of the request, as RequestListener.on_step."""
         last_s, self._last_s = self._last_s, now_s
         # If n > 1, the first output represents all.
         num_tokens = len(stream.sequences[0].token_ids)
@@ -139,17 +139,22 @@ class RequestMeter:
             observe(self._block, REQUEST_LAYOUT.at[name], REQUEST_HISTOGRAMS[name][0], value)
 
 
+class Meters(Protocol):
+    """Makes the meters of a client's requests."""
+
+    def meter(self, engine: int) -> RequestMeter:
+        """For a request that begins at the engine of this rank."""
+        ...
+
+
 class RequestCounts:
-    """The metrics of one client's requests, by engine."""
+    """The metrics of one client's requests, by the engine where they began."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[float]] = collections.defaultdict(lambda: [0.0] * REQUEST_LAYOUT.size)
 
-    def follow(self, stream: RequestStream, engine: int = 0) -> None:
-        """Counts a request that has just been submitted to this engine."""
-        meter = RequestMeter(self._blocks[engine])
-        stream.on_step = meter.on_step
-        stream.on_counted = (*stream.on_counted, meter.on_done)
+    def meter(self, engine: int) -> RequestMeter:
+        return RequestMeter(self._blocks[engine])
 
     def histogram(self, name: str, engine: int) -> tuple[list[float], float]:
         """The number of observations per bucket, and the sum of the values."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
-from headrace.frontend.request.prompts import Prompt
-from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
     SHUT_DOWN,
@@ -31,7 +27,6 @@ from headrace.ipc.messages import (
     ClientMessage,
     Finish,
     FinishReason,
-    Pool,
     StepOutputs,
     Vectors,
 )
@@ -48,8 +43,14 @@ _REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", Finis
 class RequestTable:
     """Requests from submission to end. Once a slot has ended here, later messages about it are ignored."""
 
-    def __init__(self, send: Callable[[ClientMessage], None]) -> None:
-        self._send = send
+    def __init__(
+        self,
+        send: Callable[[ClientMessage], None],
+        takes_over: Callable[[RequestStream, Failure], bool] = lambda stream, failure: False,
+    ) -> None:
+        """takes_over: called with a request that the core refuses, or gives up as it shuts down, and that was removed
+        from this table. Returns True if another engine continues it."""
+        self._send, self._takes_over = send, takes_over
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
@@ -58,11 +59,6 @@ class RequestTable:
         """The engine's stream_interval, from its Welcome."""
         self.num_tokens_after_abort = 0
         """Tokens that arrived for requests after they were aborted."""
-        self.on_refused: Callable[[RequestStream, Failure], bool] | None = None
-        """Called with a request that the core refuses, or gives up as it shuts down, and that was removed from this
-        table. Returns True if another engine takes it over."""
-        self.on_counted: list[Callable[[RequestStream], None]] = []
-        """Called at the end of each request added from now on, successful or not. They must not raise."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
@@ -70,42 +66,14 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        priority: int,
-        tokenizer: Tokenizer | None,
-        tokenized: Mapping[str, Any] = NOTHING,
-    ) -> RequestStream:
-        """Sends the request, in one slot per output (`n`). The caller has checked the arguments.
+    def add(self, stream: RequestStream) -> None:
+        """Sends a new request, in one slot per output (`n`).
 
         Raises InvalidRequestError for a value that no message can hold; nothing of the request is left then.
         """
-        stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
-        stream.max_tokens, stream.priority = max_tokens, priority
-        stream.interval = params.stream_interval or self.stream_interval
-        stream.tokenized = tokenized
-        self._start(stream)
-        return stream
-
-    def add_to_pool(
-        self, request_id: str, prompt: Prompt, params: PoolingParams, task: Pool, priority: int
-    ) -> PoolingStream:
-        """As `add`, for a request that pools."""
-        stream = PoolingStream(request_id, prompt, params, task, self._next_slot)
-        stream.priority = priority
-        self._start(stream)
-        return stream
-
-    def _start(self, stream: RequestStream) -> None:
-        stream.on_counted = tuple(self.on_counted)
+        stream.interval = stream.params.stream_interval or self.stream_interval
         try:
-            for message in self._register(stream):
-                self._send(message)
+            self._send_all(stream)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._drop(stream)
             if isinstance(error, InvalidRequestError):
@@ -117,11 +85,8 @@ class RequestTable:
 
     def adopt(self, stream: RequestStream) -> None:
         """Takes over a request that another table has released; this core continues it where the other stopped."""
-        for sequence in stream.sequences:
-            sequence.slot = self._next_slot + sequence.index
         try:
-            for message in self._register(stream):
-                self._send(message)
+            self._send_all(stream)
         except BaseException as error:
             let_interrupts_pass(error)
             self._drop(stream)
@@ -143,15 +108,17 @@ class RequestTable:
             stream.table = None
         return streams
 
-    def _register(self, stream: RequestStream) -> list[AddRequest]:
-        """Adds a request; returns the messages to send for it."""
-        self._next_slot += stream.params.n
+    def _send_all(self, stream: RequestStream) -> None:
+        """Adds a request, and sends a message for each of its unfinished outputs."""
+        first, self._next_slot = self._next_slot, self._next_slot + stream.params.n
         self._streams[stream.request_id] = stream
         stream.table = self
         for sequence in stream.sequences:
+            sequence.slot = first + sequence.index
             if sequence.finish_reason is None:
                 self._sequences[sequence.slot] = sequence
-        return _messages_of(stream)
+        for message in _messages_of(stream):
+            self._send(message)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""
@@ -290,8 +257,8 @@ class RequestTable:
             del self._sequences[sequence.slot]  # the core has ended this slot; the others are aborted
             self._drop(stream)
             stream.touched = False
-            refused = finish.failure is not None and finish.failure.type in _OTHERS_MAY_TAKE
-            if refused and self.on_refused is not None and self.on_refused(stream, finish.failure):  # type: ignore[arg-type]
+            failure = finish.failure
+            if failure is not None and failure.type in _OTHERS_MAY_TAKE and self._takes_over(stream, failure):
                 return
             stream.fail(_error_of(finish))
             return
@@ -340,7 +307,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
                 request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                 prompt_token_ids=token_ids,
                 task=stream.task_of(sequence),
-                priority=stream.priority,
+                priority=stream.request.priority,
                 cache_salt=prompt.cache_salt,
                 output_interval=_output_interval(params, stream.interval),
                 num_resumed_tokens=len(sequence.token_ids),

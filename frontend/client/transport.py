@@ -23,7 +23,7 @@ import zmq
 
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure, InvalidRequestError
-from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello
 from headrace.ipc.transport.keys import key_file
 from headrace.ipc.transport.sockets import (
     HANDSHAKE_FAILED,
@@ -79,13 +79,22 @@ class Transport(Protocol):
         ...
 
 
-class MemoryTransport:
-    """Connects to a core in this process: the same messages, not encoded. The core's methods are thread-safe."""
+class CorePort(Protocol):
+    """How to reach a core in this process (core/engine/memory_port.py). Any thread may call."""
 
-    def __init__(self, deliver: Callable[[ClientMessage], None]) -> None:
-        """deliver: called with the client's messages, in the client's thread, such as `queue.SimpleQueue().put`."""
+    def open(self, hello: Hello, deliver: Callable[[CoreMessage], None]) -> int:
+        """Begins a session, in which `deliver` gets the core's messages. Returns the client's number."""
+        ...
+
+    def receive(self, client: int, message: ClientMessage) -> None: ...
+
+
+class MemoryTransport:
+    """Calls a core in this process. Its messages, which come on its thread, wait for their turn in the client's."""
+
+    def __init__(self, port: CorePort) -> None:
         self.address = "memory"
-        self.deliver = deliver
+        self._port, self._client = port, 0
         self._inbox: collections.deque[CoreMessage | Failure] = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: OnMessage | None = None
@@ -99,8 +108,10 @@ class MemoryTransport:
         self._loop.call_soon(self._drain)
 
     def send(self, message: ClientMessage) -> None:
-        if self._on_message is not None:
-            self.deliver(message)
+        if isinstance(message, Hello):
+            self._client = self._port.open(message, self.push)
+        elif self._on_message is not None:
+            self._port.receive(self._client, message)
 
     def close(self) -> None:
         self._on_message = self._on_closed = None

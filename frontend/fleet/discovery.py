@@ -44,6 +44,7 @@ class Discovery:
     ) -> None:
         """peer_timeout_s: how long engines and coordinators may be silent. connect, source_of: make the transport to a
         coordinator and the source of an engine from an address; by default both use ZeroMQ."""
+        self.coordinators = tuple(coordinators)
         self.directory = Directory(coordinators)
         self._connect_to = connect or functools.partial(_zmq_transport, peer_timeout_s=peer_timeout_s)
         self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)

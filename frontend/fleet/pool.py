@@ -20,11 +20,17 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
+from typing import Any
 
-from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.request import RequestStream
+from headrace.core.process.child_output import StartLine
+from headrace.frontend.client.client import CoreClient, id_in_use
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S
+from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_metrics import Meters, RequestCounts
 from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.fleet.answers import combined
 from headrace.frontend.fleet.decisions import (
     ANYWHERE,
     Affinity,
@@ -39,13 +45,13 @@ from headrace.frontend.fleet.decisions import (
 )
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.pool_log import HealthLog, summary, tell_namesakes_apart
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import Prompt, checked_name, checked_priority
+from headrace.frontend.request.checks import CheckedRequest
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import (
     EngineAsleepError,
     EngineDeadError,
@@ -53,8 +59,10 @@ from headrace.ipc.failure import (
     HeadraceError,
     InvalidRequestError,
     QueueFullError,
+    RequestFailedError,
+    let_interrupts_pass,
 )
-from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
+from headrace.ipc.messages import EngineStats, Welcome
 from headrace.ipc.prefix_names import PrefixKey
 
 logger = logging.getLogger(__name__)
@@ -64,9 +72,7 @@ _ATTACH_RETRY_LONGEST_S = 2.0
 """For an engine that someone else runs: trying to connect to it costs little."""
 HELD_S = 30.0
 """How long requests wait when no engine is left, for one that someone else runs to return."""
-SILENT_AFTER_S = 5.0
-"""An engine with requests that sends nothing for this long is reported as silent by health checks."""
-STATS_TIMEOUT_S = 2.0
+_LOOK_S = 0.1
 TICK_S = 0.25
 LOOKS_AFTER_S = 2 * TICK_S
 """How long an engine with requests may be silent before its process is looked at, if it runs on this host."""
@@ -86,86 +92,12 @@ _ERRORS: dict[str, type[HeadraceError]] = {
 }
 
 
-class Engine:
-    """The frontend's record of one engine, over all its lives."""
+class EnginePool(AsyncControls, RequestListener):
+    """All engines of this frontend, one or several, and the requests that they run for it. Commands go to every engine.
 
-    def __init__(self, index: int, source: Source, *, is_needed: bool) -> None:
-        """is_needed: whether it is an error if the engine does not start."""
-        self.index, self.source, self.is_needed = index, source, is_needed
-        self.name = f"engine {index}"
-        self.client: CoreClient | None = None
-        self.names: tuple[str, ...] = ()
-        self.failure: Failure | None = None
-        """Why it is not connected; None before its first connection."""
-        self.follows_prefixes = False
-        """Whether its current connection subscribes to the content of its prefix cache."""
-        self.busy_since_s = 0.0
-        """When this process last gave it a request while it had none of this process (monotonic seconds)."""
-        self.hold: asyncio.TimerHandle | None = None
-        """Timer that ends the wait of requests for this engine."""
-        self._late_tokens_before = 0
-        self.task: asyncio.Task[None] | None = None
-        """The task that keeps it connected."""
-
-    @property
-    def usable(self) -> bool:
-        if self.client is None:
-            return False
-        try:
-            self.client.check_alive()
-        except EngineDeadError:
-            return False
-        return True
-
-    @property
-    def has_ended(self) -> bool:
-        """For good: it is not connected, and nothing tries to connect it again."""
-        return self.client is None and (self.task is None or self.task.done())
-
-    @property
-    def is_foreign(self) -> bool:
-        """Someone else runs it: it may return, but this process cannot know."""
-        return self.source.comes_back and not self.source.is_awaited
-
-    @property
-    def is_awaited(self) -> bool:
-        return self.source.is_awaited and not self.source.is_gone
-
-    @property
-    def is_silent(self) -> bool:
-        """It has requests of this process, sends nothing and does not work: it may be dead, or stopped and continue
-        later."""
-        if self.client is None or not len(self.client.requests):
-            return False
-        signs_s = (self.client.last_heard_s, self.client.last_worked_s, self.busy_since_s)
-        return time.monotonic() - max(signs_s) > SILENT_AFTER_S
-
-    def note_work(self) -> None:
-        """Call before each submission."""
-        if self.client is not None and not len(self.client.requests):
-            self.busy_since_s = time.monotonic()
-
-    def num_late_tokens(self) -> int:
-        """Tokens that arrived for requests after they were aborted, over all its lives."""
-        now = self.client.requests.num_tokens_after_abort if self.client is not None else 0
-        return self._late_tokens_before + now
-
-    def disconnected(self, failure: Failure) -> None:
-        self._late_tokens_before = self.num_late_tokens()
-        self.client, self.failure, self.follows_prefixes = None, failure, False
-
-    async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats | None:
-        """The core's statistics; None if it does not reply in time."""
-        if self.client is None:
-            return None
-        with contextlib.suppress(HeadraceError, TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                return await self.client.get_stats()
-        return None
-
-
-class EnginePool:
-    """All engines of this frontend, and the requests that they run for it."""
+    Everything runs in one asyncio loop. An only engine that does not come back gets its requests without the router,
+    which could not decide anything about them.
+    """
 
     def __init__(
         self,
@@ -174,31 +106,44 @@ class EnginePool:
         chance: random.Random | None = None,
         discovery: Discovery | None = None,
         *,
+        meters: Meters | None = None,
+        on_death: Callable[[Failure], None] | None = None,
+        on_return: Callable[[str], None] | None = None,
         serves_early: bool = False,
     ) -> None:
         """The engines of `sources`, and those that are discovered or added later.
+
+        on_death: called for each of several engines that ends after the start, and for each own engine that does not
+        restart; on_return: with the address of each engine that has returned. By default both are logged. meters: time
+        requests.
 
         serves_early: requests come as soon as one engine is ready, so from then on no other one ends the start. An
         engine that someone else runs may come at any time, so the start waits for it.
         """
         self._serves_early = serves_early
         self.engines = [
-            Engine(index if source.rank is None else source.rank, source, is_needed=True)
+            Engine(self, index if source.rank is None else source.rank, source, is_needed=True)
             for index, source in enumerate(sources)
         ]
         """Sorted by index, which is the data_parallel_rank."""
         self._discovery = discovery
+        is_only = len(sources) == 1 and not sources[0].comes_back and discovery is None and not serves_early
+        self._only = self.engines[0] if is_only else None
+        self._waits = any(source.waits_alone for source in sources)
         self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
         """Set when all engines are ready for the first time; of engines that others run, when one is connected and the
         others have been tried."""
         self.dead = asyncio.Event()
         """Set when no engine is left and none will return; `failure` says why."""
-        self.failure: Failure | None = None
-        self.on_death: Callable[[Failure], None] | None = None
-        """Called for each engine that ends after the start, and for each own engine that does not restart."""
-        self.on_return: Callable[[str], None] | None = None
-        """Called with the address of each engine that has returned."""
+        self.meters = meters
+        self.request_counts = meters if isinstance(meters, RequestCounts) else None
+        self.ended: list[RequestStream] | None = None
+        """The requests that have ended, for whoever takes them out; None if nobody does."""
+        self._failure: Failure | None = None
+        self._start_error: BaseException | None = None
+        self._on_death, self._on_return = on_death or self._say_ended, on_return or _say_returned
+        self._last_client: CoreClient | None = None
         self._by_name = {engine.name: engine for engine in self.engines}
         self._by_address: dict[str, Engine] = {}  # only engines that were added
         self._late_tokens_of_former = 0
@@ -212,11 +157,65 @@ class EnginePool:
 
     def start(self) -> None:
         for engine in self.engines:
-            engine.task = asyncio.create_task(self._keep(engine))
+            self._begin(engine)
         if self._discovery is not None:
             self._discovery.start(self)
 
+    def _begin(self, engine: Engine) -> None:
+        engine.task = asyncio.create_task(self._keep(engine))
+        engine.task.add_done_callback(lambda task: self._on_kept(engine, task))
+
+    def _on_kept(self, engine: Engine, task: asyncio.Task[None]) -> None:
+        """Nobody keeps the engine connected any more. An error of this process ends all: nothing may wait for it."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("%s can no longer be kept connected", engine.name, exc_info=error)
+        self._end(Failure.of(error, process="client", phase="serve"))
+
+    def _end(self, failure: Failure) -> None:
+        self._failure = self._failure or failure
+        self.dead.set()
+
+    async def open(self, timeout_s: float | None = None, *, shows_start: bool | None = False) -> None:
+        """Starts, and waits until all engines are ready, or, with coordinators, until the first one is.
+
+        shows_start: whether a line on the terminal names what the first engine does. Raises the error with which an
+        engine did not start, and EngineDeadError if none is found in time; all are closed then.
+        """
+        with StartLine(shows_start) as line:
+            for engine in self.engines[:1]:
+                engine.source.on_progress = line.show
+            try:
+                await self._open(timeout_s if self._discovery is not None else None)
+            except BaseException:
+                await self.close(STOP_DEADLINE_S)
+                raise
+            finally:
+                for engine in self.engines[:1]:
+                    engine.source.on_progress = None
+
+    async def _open(self, limit_s: float | None) -> None:
+        self.start()
+        waits = [asyncio.create_task(event.wait()) for event in (self.started, self.dead)]
+        try:
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.started.is_set():
+            return
+        if not self.dead.is_set():
+            at = ", ".join(self._discovery.coordinators if self._discovery is not None else ())
+            raise EngineDeadError(f"no engine was found within {limit_s:g} s by the coordinator at {at}")
+        raise self._start_error or self._dead_error
+
     async def close(self, deadline_s: float) -> None:
+        """Aborts running requests, and ends own engines. May be called again."""
+        await self.leave()
+        await asyncio.gather(*(engine.source.close(deadline_s) for engine in self.engines))
+
+    async def leave(self) -> None:
+        """`close`, but for own engines, which go on."""
         if self._discovery is not None:
             await self._discovery.close()
         tasks = [engine.task for engine in self.engines if engine.task is not None]
@@ -227,10 +226,15 @@ class EnginePool:
             self._timer.cancel()
         for engine in self.engines:
             if engine.client is not None:
-                engine.client.on_dead = engine.client.rescue = None
-                await engine.client.close()
+                engine.client.leave()
         self._waiting.fail_all(Failure(message="this client is closed", type="Closed"), EngineDeadError)
-        await asyncio.gather(*(engine.source.close(deadline_s) for engine in self.engines))
+
+    def stop(self, deadline_s: float) -> None:
+        """Ends own engines after `leave`. Blocks, and may be called again, from any thread."""
+        for engine in self.engines[1:]:  # so that they end at the same time
+            engine.source.ask_to_stop(deadline_s)
+        for engine in self.engines:
+            engine.source.stop(deadline_s)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -250,6 +254,74 @@ class EnginePool:
     @property
     def usable(self) -> bool:
         return any(engine.usable for engine in self.engines)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether no engine is there now, and requests wait for one that may return (`until_usable`)."""
+        return self._waits and not self.usable
+
+    async def until_usable(self) -> None:
+        """Waits until an engine is there, as long as requests that had one do (HELD_S), and while one may return."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HELD_S):
+                while self.may_wait:
+                    await asyncio.sleep(_LOOK_S)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why no engine is left and none will return; None while there is one, or one may return."""
+        if self._failure is None and self._only is not None and self._only.client is not None:
+            return self._only.client.failure
+        return self._failure
+
+    @property
+    def _dead_error(self) -> HeadraceError:
+        return EngineDeadError.from_failure(self.failure or Failure(message="no engine is there now"))
+
+    @property
+    def _clients(self) -> list[CoreClient]:
+        """Of the engines that take requests or, without any, of those that drain. Raises EngineDeadError."""
+        there = [each.client for each in self.engines if each.client is not None and each.client.failure is None]
+        if not there:
+            raise self._dead_error
+        return [client for client in there if not client.draining] or there
+
+    @property
+    def _some_client(self) -> CoreClient:
+        """The client of some engine, which may have gone. Raises EngineDeadError before the first connection."""
+        if self._last_client is None or self._last_client.failure is not None:
+            there = (each.client for each in self.engines if each.client is not None and each.usable)
+            self._last_client = next(there, self._last_client)
+        if self._last_client is None:
+            raise EngineDeadError("the engines have not started")
+        return self._last_client
+
+    @property
+    def welcome(self) -> Welcome:
+        """Of some engine; all accept the same requests. Of the last one while none is there."""
+        return self._some_client.welcome
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._some_client.tokenizer
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if no engine accepts requests."""
+        self._clients[0].check_alive()
+
+    async def engine(self) -> Welcome:
+        return self.welcome
+
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
+        """Calls every engine and combines the answers."""
+        answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
+        return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def stats_by_engine(self) -> dict[int, EngineStats]:
+        there = self._clients
+        asked = {each.index: each.client for each in self.engines if each.client is not None and each.client in there}
+        answers = await asyncio.gather(*(client.get_stats() for client in asked.values()))
+        return dict(zip(asked, answers, strict=True))
 
     @property
     def answers(self) -> bool:
@@ -308,38 +380,56 @@ class EnginePool:
 
     def submit(
         self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        priority: int = 0,
+        request: CheckedRequest,
+        listener: RequestListener | None = None,
         *,
-        model: str,
-        max_tokens: int | None = None,
+        model: str | None = None,
         affinity: Affinity = ANYWHERE,
     ) -> RequestStream:
-        """Submits the request to the engine that the router chooses; it may move to others later.
+        """Submits a request that was checked to the engine that the router chooses; it may move to others later.
 
-        Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none accepts it.
+        listener: hears of it, besides the reader of the stream. model: the name by which it is asked for, by default
+        the first. Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none
+        accepts it.
         """
-        request_id, priority = checked_name(request_id), checked_priority(priority)
-        if max_tokens is None:
-            params.verify()  # the router counts on them
-        if request_id in self._streams:
-            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
-        if affinity.rank is not None and affinity.rank not in (ranks := [engine.index for engine in self.engines]):
-            raise InvalidRequestError(
-                f"data_parallel_rank is {affinity.rank!r}, and there are {len(ranks)} engines, of rank "
-                f"{', '.join(map(str, ranks))}"
-            )
-        token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
+        if request.name in self._streams:
+            raise id_in_use(request.name)
+        if affinity.rank is not None:
+            self._check_rank(affinity.rank)
+        if (engine := self._only) is not None:
+            if engine.client is None:
+                raise self._dead_error
+            stream = engine.client.submit(request, listener)
+        else:
+            engine, stream = self._route(request, listener, model or self.names[0], affinity)
+        stream.client = self
+        if self.meters is not None:
+            stream.meter = self.meters.meter(engine.index)
+        self._streams[request.name] = stream
+        return stream
+
+    def _check_rank(self, rank: Any) -> None:
+        ranks = [engine.index for engine in self.engines]
+        if rank not in ranks:
+            there = f"there are {len(ranks)} engines, of rank {', '.join(map(str, ranks))}"
+            if len(ranks) == 1:
+                there = f"there is one engine, of rank {ranks[0]}"
+            raise InvalidRequestError(f"data_parallel_rank is {rank!r}, and {there}")
+
+    def _route(
+        self, request: CheckedRequest, listener: RequestListener | None, model: str, affinity: Affinity
+    ) -> tuple[Engine, RequestStream]:
+        """Submits it to the engine that the router chooses."""
+        prompt, is_one = request.prompt, len(self.router.members) < 2
+        token_ids = prompt.token_ids or ()
         routed = RoutedRequest(
             model,
             Progress(),
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
             prefix_key=PrefixKey(prompt.cache_salt, inputs=prompt.inputs),
-            num_outputs=params.n,
-            priority=priority,
+            num_outputs=request.params.n,
+            priority=request.priority,
             affinity=affinity,
         )
         if self._timer is None:
@@ -348,26 +438,20 @@ class EnginePool:
         engine.note_work()
         assert engine.client is not None, "a member of the router is connected"
         try:
-            stream = engine.client.submit(request_id, prompt, params, priority, max_tokens=max_tokens)
+            stream = engine.client.submit(request, listener)
         except BaseException:
             self.router.end(routed, time.monotonic())
             raise
         stream.route, routed.work = routed, stream
-        stream.on_gone = self._on_gone
-        self._streams[request_id] = stream
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        return stream
+        return engine, stream
 
-    def abort_stream(self, stream: RequestStream) -> None:
-        """Ends it with finish_reason `abort`; does nothing once it has ended."""
-        if stream.table is not None:
-            stream.table.abort_stream(stream)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests; ids that are not running are ignored."""
-        for stream in [self._streams[each] for each in request_ids if each in self._streams]:
-            self.abort_stream(stream)
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""
+        names = (request_ids,) if isinstance(request_ids, str) else request_ids
+        for stream in [self._streams[each] for each in names if each in self._streams]:
+            stream.abort()
 
     def _place(self, routed: RoutedRequest) -> Engine:
         try:
@@ -388,12 +472,17 @@ class EnginePool:
             raise EngineDeadError(str(error)) from None
         return self._by_name[member.facts.name]
 
-    def _on_gone(self, stream: RequestStream) -> None:
+    def on_done(self, stream: RequestStream) -> None:
         del self._streams[stream.request_id]
-        self.router.end(stream.route, time.monotonic())
+        if stream.route is not None:
+            self.router.end(stream.route, time.monotonic())
+        if self.ended is not None:
+            self.ended.append(stream)
 
-    def _on_refused(self, stream: RequestStream, failure: Failure) -> bool:
-        """Returns whether another engine takes the request."""
+    def refused(self, stream: RequestStream, failure: Failure) -> bool:
+        """Its engine does not take the request. Returns whether another one does."""
+        if stream.route is None:
+            return False
         decision = self.router.refused(stream.route, failure, time.monotonic())
         if isinstance(decision, Fail):
             return False
@@ -401,8 +490,8 @@ class EnginePool:
         self._carry_out([decision])
         return True
 
-    def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
-        """Handles the death of an engine that ran these requests."""
+    def lost(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
+        """The engine, which ran these requests, is lost."""
         is_awaited = engine.is_awaited
         if engine.is_foreign and (len(self.engines) > 1 or engine.source.waits_alone):
             is_awaited = True  # until `hold` expires
@@ -415,7 +504,7 @@ class EnginePool:
         )
         self._carry_out(decisions)
         for stream in streams:
-            if stream.route is None:  # submitted directly through the client
+            if stream.route is None:  # no other engine would take it
                 stream.fail(EngineDeadError.from_failure(failure))
 
     def _avoid_ending(self) -> None:
@@ -430,24 +519,39 @@ class EnginePool:
         for decision in decisions:
             stream = decision.request.work
             assert isinstance(stream, RequestStream)
-            if stream.table is not None:
-                stream.table.release(stream)
-            if isinstance(decision, Fail):
-                stream.fail(_ERRORS.get(decision.failure.type, EngineDeadError).from_failure(decision.failure))
-                continue
-            if isinstance(decision, Move):
-                target = self._by_name[decision.target.facts.name]
-                assert target.client is not None, "a member of the router is connected"
-                target.note_work()
-                target.client.requests.adopt(stream)
-            else:
-                self._waiting.adopt(stream)
+            try:
+                self._move(stream, decision)
+            except BaseException as error:  # the other requests go on all the same
+                let_interrupts_pass(error)
+                logger.exception("request %s could not be moved", stream.request_id)
+                stream.fail(RequestFailedError.from_failure(Failure.of(error, process="client", phase="move")))
         if decisions:
             logger.info("%s", summary(decisions))
+
+    def _move(self, stream: RequestStream, decision: Decision) -> None:
+        if stream.table is not None:
+            stream.table.release(stream)
+        if isinstance(decision, Fail):
+            stream.fail(_ERRORS.get(decision.failure.type, EngineDeadError).from_failure(decision.failure))
+        elif isinstance(decision, Move):
+            target = self._by_name[decision.target.facts.name]
+            assert target.client is not None, "a member of the router is connected"
+            target.note_work()
+            target.client.requests.adopt(stream)
+        else:
+            self._waiting.adopt(stream)
 
     def _tick(self) -> None:
         """Runs every TICK_S while there are requests."""
         self._timer = None
+        try:
+            self._look()
+        finally:
+            if self._streams:
+                self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _look(self) -> None:
+        """Measures the engines with requests, and moves requests off those that are unhealthy."""
         now_s = time.monotonic()
         watched = list(self.router.watched)
         for member in watched:
@@ -462,8 +566,6 @@ class EnginePool:
             engine = self._by_name[member.facts.name]
             self._health.note(engine.name, engine.source.address, member.unhealthy_reason)
         self._carry_out(decisions)
-        if self._streams:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # --- engines ------------------------------------------------------------------------------------------------
 
@@ -477,13 +579,13 @@ class EnginePool:
         if index is None or f"engine {index}" in self._by_name:
             taken = {engine.index for engine in self.engines}
             index = next(index for index in itertools.count() if index not in taken)
-        engine = Engine(index, source, is_needed=False)
+        engine = Engine(self, index, source, is_needed=False)
         bisect.insort(self.engines, engine, key=lambda each: each.index)
         self._by_name[engine.name] = engine
         if source.address:
             self._by_address[source.address] = engine
         self._forget_names()
-        engine.task = asyncio.create_task(self._keep(engine))
+        self._begin(engine)
         return engine
 
     def let_go(self, address: str) -> None:
@@ -518,10 +620,14 @@ class EnginePool:
         delay_s = 0.0
         while True:
             began_s = time.monotonic()
+            start_error: BaseException | None = None
             try:
                 failure = await self._serve(engine)
-            except HeadraceError as error:
-                failure = Failure.of(error, process="server", phase="connect")
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # a library's panic too: those who wait for the engine must know
+                let_interrupts_pass(error)
+                start_error, failure = error, Failure.of(error, process="server", phase="connect")
             # A foreign engine that is not there yet need not be reported; an own one that did not start must be.
             is_news = engine.client is not None or engine.source.is_own
             news = failure
@@ -531,8 +637,9 @@ class EnginePool:
             engine.disconnected(failure)
             self._health.forget(engine.name)
             self._forget_names()
-            if is_news and self.on_death is not None and (self.started.is_set() or self._may_start_without(engine)):
-                self.on_death(news)
+            is_news &= self.started.is_set() or self._may_start_without(engine)
+            if is_news:
+                self._on_death(news)
             self._note_start()
             is_expected = self._serves_early and engine.is_foreign and failure.type not in _LASTING
             fails_start = engine.is_needed and not (
@@ -547,8 +654,8 @@ class EnginePool:
         # At the start, one engine that fails is fatal; later, only the death of the last one is.
         others = [each for each in self.engines if each is not engine]
         if fails_start or (self._discovery is None and all(each.has_ended for each in others)):
-            self.failure = failure
-            self.dead.set()
+            self._start_error = start_error
+            self._end(failure)
         if engine.source.is_gone:
             self._forget(engine, failure)
         else:
@@ -586,45 +693,57 @@ class EnginePool:
     async def _serve(self, engine: Engine) -> Failure:
         """Connects to the engine and waits until the connection ends; returns the failure."""
         client = await engine.source.open()
-        death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
-        client.rescue = lambda streams, failure: self._rescue(engine, streams, failure)
-        client.requests.on_refused = self._on_refused
-        client.on_load = lambda load: self._on_load(engine, load)
-        client.on_draining = lambda: self._on_draining(engine)
-        client.on_welcome = lambda welcome: self._on_welcome(engine, welcome)
-        if engine.failure is not None and self.on_return is not None:
-            self.on_return(engine.source.address)
+        if client.failure is not None:
+            return client.failure
+        try:
+            self._join(engine, client)
+            failure = await client.until_lost()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # its requests go on elsewhere, as after its death
+            client.fail(Failure.of(error, process="client", phase="serve"))
+            client.leave()
+            raise
+        client.leave()  # an engine that reported its failure leaves the connection open
+        return failure
+
+    def _join(self, engine: Engine, client: CoreClient) -> None:
+        """The engine is connected, and takes requests from now on."""
+        client.listener = engine
+        if engine.failure is not None:
+            self._on_return(engine.source.address)
         elif engine.source.is_own and self.started.is_set():
             logger.info("%s at %s is there", engine.name, engine.source.address)
         engine.client, engine.failure = client, None
+        self._last_client = self._last_client or client
         if engine.hold is not None:
             engine.hold.cancel()
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         others = (each for each in self.engines if each is not engine and {*each.names} & {*engine.names})
         tell_namesakes_apart(engine.name, client.welcome, (each.client.welcome for each in others if each.client))
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
-        if client.draining:  # announced before on_draining was set
-            self._on_draining(engine)
-        client.on_prefixes = lambda events: self._on_prefixes(engine, events)
+        if client.draining:  # announced before the engine listened
+            self.drains(engine)
         self._follow_prefixes(engine)
         self._forget_names()
         self._note_start()
-        failure = await death
-        await client.close()  # an engine that reported its failure leaves the connection open
-        return failure
 
-    def _on_draining(self, engine: Engine) -> None:
+    def drains(self, engine: Engine) -> None:
+        """The engine accepts no new requests."""
         self._forget_names()
         if engine.name in self.router.members:
             self._carry_out(self.router.drain(engine.name, time.monotonic()))
 
-    def _on_welcome(self, engine: Engine, welcome: Welcome) -> None:
+    def changed(self, engine: Engine, welcome: Welcome) -> None:
         """The engine has loaded other weights."""
         if engine.name in self.router.members:
             facts = _facts(engine, welcome)
             logger.info("%s at %s has other weights now: %s", engine.name, engine.source.address, facts.version)
             self._carry_out(self.router.change_version(engine.name, facts.version, facts.weights, time.monotonic()))
+
+    def _say_ended(self, failure: Failure) -> None:
+        if self._only is None:  # else its requests tell of it
+            logger.warning("an engine has ended: %s", failure.message)
 
     def _follow_prefixes(self, new: Engine) -> None:
         """Subscribes to the engines' prefix caches, which matter for a choice between several. With the second engine
@@ -636,13 +755,6 @@ class EnginePool:
             if engine.client is not None and not engine.follows_prefixes:
                 engine.follows_prefixes = True
                 engine.client.follow_prefixes()
-
-    def _on_prefixes(self, engine: Engine, events: PrefixEvents) -> None:
-        self.router.evicted(engine.name, events.evicted.tolist())
-        self.router.stored(engine.name, events.stored.tolist())
-
-    def _on_load(self, engine: Engine, load: Load) -> None:
-        self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic(), is_paused=load.is_paused)
 
 
 def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
@@ -658,3 +770,7 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
         rank=engine.index,
         caches_prefixes=welcome.enable_prefix_caching,
     )
+
+
+def _say_returned(address: str) -> None:
+    logger.warning("the engine at %s is there again", address)

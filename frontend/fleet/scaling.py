@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from headrace.frontend.fleet.client import of_rank
-from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import EngineProcess, Owned
+from headrace.frontend.fleet.start import of_rank
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 from headrace.ipc.process.host import host_memory, usable_cores
 from headrace.ipc.process.proc import anonymous_bytes

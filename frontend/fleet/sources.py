@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
-from headrace.frontend.client.transport import ZmqTransport
+from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import Ready
 from headrace.ipc.transport.sockets import is_ipv6
@@ -18,6 +18,7 @@ from headrace.ipc.transport.sockets import is_ipv6
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from headrace.core.engine.engine import EngineThread
     from headrace.core.process.child import OnExit, OnProgress
 
 STABLE_AFTER_S = 60.0
@@ -45,6 +46,8 @@ class Source:
         """Whether requests that no other engine can run wait for its return, and its model's name stays listed."""
         return False  # it is unknown whether it will return
 
+    on_progress: OnProgress | None = None
+    """Called with the progress of the start of an own engine, on another thread."""
     waits_alone = False
     """Whether requests wait a while for its return also where there is no other engine."""
 
@@ -53,7 +56,15 @@ class Source:
         raise NotImplementedError
 
     async def close(self, deadline_s: float) -> None:
-        """Ends the engine if it is this program's own; others keep running."""
+        """`stop`, without blocking the loop."""
+        if self.is_own:
+            await asyncio.to_thread(self.stop, deadline_s)
+
+    def ask_to_stop(self, deadline_s: float) -> None:
+        """Begins to `stop`, and does not wait."""
+
+    def stop(self, deadline_s: float) -> None:
+        """Ends the engine if it is this program's own; others keep running. May be called again."""
 
     def let_go(self) -> None:
         """Removes the engine: it will not return."""
@@ -67,14 +78,45 @@ class Source:
         """Call when the engine has shut down in order, as requested."""
 
 
+class Connected(Source):
+    """An engine behind a transport that there is, which is lost with it: such as one on a thread of this process."""
+
+    comes_back = False
+
+    def __init__(
+        self, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S, *, engine: EngineThread | None = None
+    ) -> None:
+        """engine: the engine, if it is this program's own."""
+        self.address, self._transport, self._timeout_s = transport.address, transport, timeout_s
+        self._engine, self.is_own = engine, engine is not None
+
+    async def open(self) -> CoreClient:
+        client = CoreClient(self._transport, cause_grace_s=CAUSE_GRACE_S if self.is_own else 0.0)
+        await client.start(self._timeout_s)
+        if self._engine is not None:
+            self._engine.on_exit(client.fail_threadsafe)
+        return client
+
+    def stop(self, deadline_s: float) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.stop(deadline_s)
+
+
 class Attached(Source):
     """An engine that someone else runs, who may restart it at its address, or resume it if it was stopped."""
 
     def __init__(
-        self, address: str, peer_timeout_s: float | None = None, *, keys: str | None = None, comes_back: bool = True
+        self,
+        address: str,
+        peer_timeout_s: float | None = None,
+        *,
+        keys: str | None = None,
+        comes_back: bool = True,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """keys: the key file for its address, by default the one that HEADRACE_KEYS names."""
-        self.address, self._comes_back = address, comes_back
+        self.address, self._comes_back, self._timeout_s = address, comes_back, timeout_s
         self._peer_timeout_s, self._keys = peer_timeout_s, keys
 
     @property
@@ -84,7 +126,7 @@ class Attached(Source):
     async def open(self) -> CoreClient:
         ipv6 = await asyncio.to_thread(is_ipv6, self.address)  # the loop does not wait for a name server
         client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s, keys=self._keys, ipv6=ipv6))
-        await client.start()
+        await client.start(self._timeout_s)
         return client
 
 
@@ -156,7 +198,6 @@ class Owned(Source):
         self._restarts = self._restarts_left = restarts
         self._ready_s = math.inf
         self.address = ""
-        self.on_progress: Callable[[str], None] | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         self.on_restart: Callable[[], None] = lambda: None
         """Called before each restart."""
@@ -208,11 +249,7 @@ class Owned(Source):
                 self._child = await starting  # so that `close` ends it
                 raise
         self._used = True
-        report = self.on_progress
-        ready = await asyncio.to_thread(
-            self._child.wait_ready,
-            on_progress=None if report is None else lambda progress: report(progress.phase),
-        )
+        ready = await asyncio.to_thread(self._child.wait_ready, on_progress=self.on_progress)
         self.on_ready(ready)
         self.address = ready.address
         keys = self._child.keys
@@ -223,16 +260,16 @@ class Owned(Source):
         self._child.on_exit(client.fail_threadsafe)
         return client
 
-    async def close(self, deadline_s: float) -> None:
-        await asyncio.to_thread(self.stop, deadline_s)
-
     def drain(self, deadline_s: float) -> None:
         """Makes the engine refuse new requests, finish the current ones and exit. It is not restarted."""
         self._restarts = self._restarts_left = 0
         self._child.ask_to_stop(deadline_s)
 
+    def ask_to_stop(self, deadline_s: float) -> None:
+        if self._child.ready is not None:
+            self._child.ask_to_stop(deadline_s)
+
     def stop(self, deadline_s: float) -> None:
-        """`close`, for callers outside the loop."""
         if self._child.ready is None:  # while it loads a model it cannot receive requests to stop, nor lose any
             self._child.kill()
         else:

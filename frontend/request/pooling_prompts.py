@@ -1,16 +1,14 @@
-"""Prompts of requests that pool: their tokens, truncated from the end unless asked otherwise, and their checks."""
+"""Prompts of requests that pool: their tokens, truncated from the end unless asked otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.prompts import Prompt, Tokenization, check_token_ids, tokenize
+from headrace.frontend.request.prompts import Prompt, Tokenization, encode_texts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Pool, Welcome
+from headrace.ipc.messages import Welcome
 
 EMBEDDING = ("embed", "token_embed")
 """Tasks with prompts by name."""
@@ -31,7 +29,7 @@ def tokenize_to_pool(
     for prompt, each in zip(prompts, params, strict=True):
         if prompt.text is not None and prompt.token_ids is None:
             prompt.text = as_pooled(prompt.text, welcome, each.task)
-    tokenize(prompts, tokenizer, how)
+    encode_texts(prompts, tokenizer, how)
     cut_to_pool(prompts, params, tokenizer, how, welcome)
 
 
@@ -86,19 +84,3 @@ def _cut(token_ids: list[int], inner: Sequence[int] | None, most: int, *, from_l
     room = max(0, most - before - after)
     kept = body[len(body) - room :] if from_left else body[:room]
     return (token_ids[:before] + kept + token_ids[len(token_ids) - after :])[:most]
-
-
-def check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Pool:
-    """The task for the engine. Raises InvalidRequestError for a request that it can never serve."""
-    params.verify()
-    if welcome.pooling is None:
-        raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
-    task = params.to_wire(welcome.pooling, welcome.served_model_names[0])
-    check_token_ids(prompt, welcome)
-    if len(prompt.token_ids or ()) > welcome.max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt.token_ids or ())} tokens, and max_model_len is {welcome.max_model_len} (the "
-            f"model's maximum context length is {welcome.max_model_len} tokens). Please reduce the length of the "
-            "prompt, or let truncate_prompt_tokens=-1 truncate it"
-        )
-    return task if prompt.second_text is None else msgspec.structs.replace(task, second_text=prompt.second_text)

@@ -1,23 +1,21 @@
-"""Parses prompts in every form that users give, and checks requests against the model's limits."""
+"""Parses prompts in every form that users give, tokenises and truncates them."""
 
 from __future__ import annotations
 
 import array
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import msgspec
 
-from headrace.frontend.request.embeds import check_enabled, check_shape, cut, placed
+from headrace.frontend.request.embeds import cut, placed
 from headrace.frontend.request.lists import asks_for_nothing, elements
-from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.parameters.token_rules import check_token_rules
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
-from headrace.ipc.row_inputs import PROMPT_EMBEDS, RowInput
+from headrace.ipc.row_inputs import RowInput
 
 
 class TextPrompt(TypedDict, total=False):
@@ -132,7 +130,13 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
         raise InvalidRequestError(f"{_FORMS}, or a list of these, not {type(prompts).__name__}")
     if several and _is_number(several[0]):
         return [parse_prompt(several)]
-    return [_parse_nth(prompt, index) for index, prompt in enumerate(several)]
+    parsed = []
+    for index, prompt in enumerate(several):
+        try:
+            parsed.append(parse_prompt(prompt))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompts[{index}]: {error}") from None
+    return parsed
 
 
 def parse_single_prompt(prompt: Any) -> Prompt:
@@ -141,13 +145,6 @@ def parse_single_prompt(prompt: Any) -> Prompt:
     if several and (isinstance(several[0], str | Mapping) or elements(several[0]) is not None):
         raise InvalidRequestError(f"this takes one prompt, not a list of {len(several)}; {_FORMS}")
     return parse_prompt(prompt if several is None else several)
-
-
-def _parse_nth(prompt: Any, index: int) -> Prompt:
-    try:
-        return parse_prompt(prompt)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"prompts[{index}]: {error}") from None
 
 
 def parse_prompt(prompt: Any) -> Prompt:
@@ -248,9 +245,26 @@ def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
         raise InvalidRequestError(f"tokenization_kwargs: {error}; they may have {names}") from None
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
-    """Sets the token ids of prompts that have only text. Raises InvalidRequestError without a tokenizer, and for text
-    that is not valid Unicode."""
+class ModelFacts(Protocol):
+    """What requests are made and checked with: an engine, or several of one model."""
+
+    @property
+    def welcome(self) -> Welcome: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+def tokenize(prompts: Sequence[Prompt], facts: ModelFacts, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
+    """Sets the token ids of prompts that have only text, and truncates prompts as asked. Raises InvalidRequestError
+    without a tokenizer, and for text that is not valid Unicode."""
+    encode_texts(prompts, facts.tokenizer, how)
+    if how is not DEFAULT_TOKENIZATION:
+        for prompt in prompts:
+            how.apply(prompt, facts.welcome)
+
+
+def encode_texts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization) -> None:
+    """Sets the token ids of prompts that have only text."""
     texts = [prompt for prompt in prompts if prompt.token_ids is None]
     if not texts:
         return
@@ -292,69 +306,6 @@ def _keep(prompt: Prompt, most: int, truncation_side: str) -> None:
         prompt.inputs = cut(prompt.inputs, first, last)
 
 
-def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> int:
-    """Truncates the prompt if the parameters ask for it, and returns the most tokens that the request can generate.
-    Raises InvalidRequestError for a request that can never be served."""
-    params.verify()
-    if not welcome.generates:
-        raise InvalidRequestError(
-            f"this engine runs {welcome.served_model_names[0]} for pooling alone, and generation is only supported for "
-            "generative models. Try passing `--runner generate` to use the model as a generative model."
-        )
-    truncate(prompt, params, welcome)
-    if prompt.inputs and params.prompt_logprobs is not None:
-        raise InvalidRequestError("SamplingParams.prompt_logprobs is not compatible with prompt embeds.")
-    check_token_ids(prompt, welcome)
-    token_ids = prompt.token_ids or ()
-    room = welcome.max_model_len - len(token_ids)
-    if room < 1:
-        raise InvalidRequestError(
-            f"the prompt has {len(token_ids)} tokens, and max_model_len is {welcome.max_model_len} for the prompt and "
-            f"its output together (the model's maximum context length is {welcome.max_model_len} tokens). Please "
-            f"reduce the length of the prompt to {welcome.max_model_len - 1} tokens or fewer"
-        )
-    check_token_rules(params, welcome)
-    if params.stop_strings and welcome.tokenizer is None:
-        raise InvalidRequestError(
-            "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
-        )
-    return room
-
-
-def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:
-    """Raises InvalidRequestError for a prompt without tokens, or with one outside the vocabulary, and for embeddings
-    that the engine cannot take."""
-    for each in prompt.inputs:
-        if each.kind == PROMPT_EMBEDS:
-            check_enabled(welcome)
-            (values,) = each.tensors
-            check_shape((values.shape[0], values.shape[1]), values.dtype, welcome)
-    token_ids = prompt.token_ids or ()
-    if not token_ids:
-        raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")
-    if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
-        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
-        raise InvalidRequestError(
-            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
-            f"{welcome.vocab_size - 1}{', greater than or equal to 0' if bad < 0 else ''}"
-        )
-
-
-def checked_name(request_id: Any) -> str:
-    """A request id as messages hold it. Raises InvalidRequestError."""
-    if not isinstance(request_id, str):
-        raise InvalidRequestError(f"request_id must be a string, not {request_id!r:.100}")
-    return str(request_id)  # of a subclass, such as numpy's
-
-
-def checked_priority(priority: Any) -> int:
-    """A priority as messages hold it. Raises InvalidRequestError."""
-    plain = plain_integer(priority)
-    if plain is None or not -(2**63) <= plain < 2**63:
-        raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r:.100}")
-    return plain
-
-
 def _is_number(value: Any) -> bool:
     """Whether it is one token id, of any integer type, or meant as one."""
     return isinstance(value, int) or (hasattr(value, "__index__") and elements(value) is None)
@@ -366,7 +317,7 @@ def _plain_ids(token_ids: Sequence[Any]) -> list[int]:
         ids = array.array("q", token_ids).tolist()
     except (TypeError, OverflowError):
         ids = None
-    if ids is None or any(isinstance(token_id, bool) for token_id in token_ids):
+    if ids is None or bool in set(map(type, token_ids)):
         for index, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or abs(int(token_id)) >= 2**63:
                 raise InvalidRequestError(f"prompt_token_ids[{index}] is {token_id!r:.100}, which is no token id")

@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import importlib
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
-
-if TYPE_CHECKING:
-    from headrace.frontend.client.request import RequestStream
 
 logger = logging.getLogger(__name__)
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -100,15 +97,15 @@ class Tracer:
         _CURRENT.set(Origin(tracer=self, headers=headers, arrived_s=time.time()))
 
     def follow(self, stream: RequestStream, origin: Origin) -> None:
-        stream.on_counted = (*stream.on_counted, functools.partial(self._export, origin))
+        stream.trace = _Trace(self, origin)
 
     def close(self) -> None:
         """Sends what is complete; waits for that for at most _CLOSE_S."""
         self._provider.force_flush(int(_CLOSE_S * 1000))
         self._provider.shutdown()
 
-    def _export(self, origin: Origin, stream: RequestStream) -> None:
-        """Called at a request's end, successful or not."""
+    def export(self, origin: Origin, stream: RequestStream) -> None:
+        """Call at a request's end, successful or not."""
         try:
             self._make_spans(origin, stream)
         except Exception as error:
@@ -139,6 +136,16 @@ class Tracer:
         root.end(_ns(ended_s))
 
 
+class _Trace(RequestListener):
+    """Waits for the end of one request."""
+
+    def __init__(self, tracer: Tracer, origin: Origin) -> None:
+        self._tracer, self._origin = tracer, origin
+
+    def on_done(self, stream: RequestStream) -> None:
+        self._tracer.export(self._origin, stream)
+
+
 def _parts(origin: Origin, stream: RequestStream) -> list[tuple[str, float, float]]:
     """Name, begin and end of each part that is known, in seconds since the epoch."""
     metrics, parts = stream.metrics, []
@@ -166,7 +173,7 @@ def attributes_of(stream: RequestStream) -> dict[str, Any]:
     told = {
         "gen_ai.request.id": stream.request_id,
         "gen_ai.request.n": getattr(params, "n", None),
-        "gen_ai.request.max_tokens": getattr(params, "max_tokens", None) or stream.max_tokens or None,
+        "gen_ai.request.max_tokens": getattr(params, "max_tokens", None) or stream.request.max_tokens or None,
         "gen_ai.request.temperature": getattr(params, "temperature", None),
         "gen_ai.request.top_p": getattr(params, "top_p", None),
         "gen_ai.usage.prompt_tokens": len(stream.prompt.token_ids or ()),

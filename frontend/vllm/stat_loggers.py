@@ -23,8 +23,8 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestE
 from headrace.ipc.messages import GetStats
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.client import CoreClient
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.fleet.pool import EnginePool
     from headrace.frontend.vllm.engine_config import EngineConfig
     from headrace.ipc.messages import EngineStats
 
@@ -182,7 +182,7 @@ class StatLoggers:
         self._ended: list[RequestStream] = []
         self._last: EngineStats | None = None
 
-    async def start(self, client: CoreClient, config: EngineConfig) -> None:
+    async def start(self, client: EnginePool, config: EngineConfig) -> None:
         """Constructs the loggers, and begins to call them."""
         if not self._factories:
             return
@@ -192,7 +192,7 @@ class StatLoggers:
             self.loggers.append(make(config, [0] if is_aggregate else 0))
         self._tell("log_engine_initialized")
         self._last = await client.get_stats()
-        client.requests.on_counted.append(self._ended.append)
+        client.ended = self._ended
         self._task = asyncio.create_task(self._watch())
 
     async def log(self) -> None:

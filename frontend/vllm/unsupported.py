@@ -121,8 +121,10 @@ def check_arguments(method: str, given: Mapping[str, Any]) -> None:
         if name not in ARGUMENTS:
             raise no_argument(method, name, value)
         reason, neutral = ARGUMENTS[name]
-        if asks_for_nothing(value) or any(
-            each is ANY or (type(value) is type(each) and value == each) for each in neutral
+        if (
+            value is None
+            or asks_for_nothing(value)
+            or any(each is ANY or (type(value) is type(each) and value == each) for each in neutral)
         ):
             continue
         raise InvalidRequestError(f"{method}: {name} is refused: {reason}")

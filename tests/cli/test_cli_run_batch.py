@@ -29,7 +29,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.batch_file.file import Results
 from headrace.frontend.batch_file.run import BatchRun
 from headrace.frontend.cli.main import main
-from headrace.frontend.fleet.client import FleetClient
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Draining, EngineFailed
 
@@ -358,11 +358,11 @@ def test_a_line_that_kills_engines_is_an_error_of_its_own(tmp_path: Path) -> Non
     null: dict[str, Any] = {"distributed_executor_backend": BACKEND, "hf_overrides": {"step_delay_s": 0.05}}
     thread = EngineThread(parse_options(model="null", max_num_batched_tokens=16, max_num_seqs=4, **null))
     sessions = [Session(thread) for _ in range(3)]
-    engines = FleetClient(sessions)
+    engines = EnginePool(sessions)
 
     async def kill() -> None:
         while True:
-            for member in [*engines.pool.router.members.values()] if engines._pool else ():
+            for member in [*engines.router.members.values()]:
                 if any(each.num_prompt_tokens == 100 and not each.work.num_tokens for each in member.requests):
                     sessions[member.facts.rank].kill()
             await asyncio.sleep(0.01)

@@ -23,6 +23,7 @@ from headrace.executor.sampling.logits_processors import AdapterLogitsProcessor,
 from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.api.streaming_input import StreamingInput
 from headrace.frontend.client.own_engine import run_in_process
+from headrace.frontend.client.transport import MemoryTransport
 from headrace.ipc.failure import EngineStartError, HeadraceError
 from headrace.ipc.plugins import load_class
 from headrace.ipc.step import StepPlan
@@ -161,9 +162,9 @@ class NeverThere(NullExecutor):
 def test_an_executor_that_exits_in_a_step_is_an_engine_that_died() -> None:
     deaths: queue.SimpleQueue[Any] = queue.SimpleQueue()
     backend = f"{__name__}:Leaving"
-    engine, transport = run_in_process("null", {**NULL, "distributed_executor_backend": backend})
+    engine = run_in_process("null", {**NULL, "distributed_executor_backend": backend})
     engine.on_exit(deaths.put)
-    with LLM.attach(transport) as llm:
+    with LLM.attach(MemoryTransport(engine.port)) as llm:
         with pytest.raises(EngineDeadError, match="SystemExit"):
             llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)
         assert deaths.get(timeout=30).type == "SystemExit"
@@ -201,7 +202,7 @@ def test_input_that_raises_ends_its_request(kind: str) -> None:
         raise KINDS[kind]("as was asked")
 
     async def test() -> None:
-        llm = await AsyncLLM.attach(transport)
+        llm = await AsyncLLM.attach(MemoryTransport(engine.port))
         try:
             async for _ in llm.generate(pieces(), SamplingParams(max_tokens=2), "id"):
                 pass
@@ -209,7 +210,7 @@ def test_input_that_raises_ends_its_request(kind: str) -> None:
             llm.shutdown()
 
     backend = "headrace.executor.testing.null:NullExecutor"
-    engine, transport = run_in_process("null", {**NULL, "distributed_executor_backend": backend})
+    engine = run_in_process("null", {**NULL, "distributed_executor_backend": backend})
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(KINDS[kind], match="as was asked"):

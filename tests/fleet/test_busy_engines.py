@@ -21,8 +21,8 @@ from source_tree import PYTHONPATH
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.frontend.client import engine_process
 from headrace.frontend.client.engine_process import EngineProcess
-from headrace.frontend.fleet.client import FleetClient
-from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import Attached
 from headrace.frontend.http.process import server
@@ -37,11 +37,10 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
 
 
 @contextmanager
-def fleet(backend: str, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, FleetClient]]:
+def fleet(backend: str, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, EnginePool]]:
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     slow = {"step_delay_s": 0.02}
     with LLM("null", data_parallel_size=count, distributed_executor_backend=backend, hf_overrides=slow) as llm:
-        assert isinstance(llm._client, FleetClient)
         yield llm, llm._client
 
 
@@ -89,7 +88,7 @@ def test_an_engine_that_computes_in_one_call_keeps_its_requests(monkeypatch: pyt
     with fleet(BUSY, 2, monkeypatch) as (llm, client):
         outputs = llm.generate(["a", "b"], LONG, use_tqdm=False)
         assert all(output.finished for output in outputs)
-        assert dict(client.pool.router.migrations) == {}
+        assert dict(client.router.migrations) == {}
 
 
 @pytest.mark.system
@@ -103,7 +102,7 @@ def test_requests_stay_at_their_engines_on_a_host_with_ten_times_more_to_run_tha
         for params in (formed, LONG, formed, LONG):
             outputs = llm.generate([f"prompt {n}" for n in range(12)], params, use_tqdm=False)
             assert all(output.finished for output in outputs)
-        assert dict(client.pool.router.migrations) == {}
+        assert dict(client.router.migrations) == {}
 
 
 def test_the_metrics_and_the_log_ask_all_engines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +157,9 @@ def test_a_librarys_caller_sets_how_long_an_engine_may_be_silent(monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     null = {"distributed_executor_backend": BACKEND, "data_parallel_size": 2}
     with LLM("null", heartbeat_timeout=7.5, **null) as llm:
-        assert isinstance(llm._client, FleetClient)
-        assert llm._client.pool.router.options.suspect_after_s == 7.5
+        assert llm._client.router.options.suspect_after_s == 7.5
     finding = AsyncLLM(coordinator=["ipc:///none"], heartbeat_timeout=8)  # looks for engines at its first call only
-    assert finding._fleet is not None
-    assert finding._fleet._options is not None
-    assert finding._fleet._options.suspect_after_s == 8.0
+    assert finding._client.router.options.suspect_after_s == 8.0
     for call in (LLM, AsyncLLM):
         with pytest.raises(OptionError, match="heartbeat_timeout=0: out of range"):
             call("null", heartbeat_timeout=0)

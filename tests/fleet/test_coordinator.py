@@ -100,7 +100,7 @@ def test_frontends_find_engines_and_go_on_without_a_coordinator(
         wait_until(lambda: shown().count("ipc://") == 2, 20, "both to be listed")
         assert "null" in shown()
         with LLM(coordinator=(address,)) as llm:
-            pool = llm._client.pool  # type: ignore[union-attr]
+            pool = llm._client
             wait_until(lambda: sum(each.usable for each in pool.engines) == 2, 20, "both to be found")
             assert [each.index for each in pool.engines] == [0, 1]
             expected = llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -128,7 +128,7 @@ def test_with_keys_engines_are_found_over_tcp_by_those_who_have_them(
         with LLM(coordinator=(address,)) as llm:
             (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
             assert len(output.outputs[0].token_ids) == 3
-            pool = llm._client.pool  # type: ignore[union-attr]
+            pool = llm._client
             assert [each.index for each in pool.engines] == [0], "the other has keys that the coordinator does not know"
         monkeypatch.setenv("HEADRACE_KEYS", str(files[1]))
         with pytest.raises(EngineDeadError, match="no engine was found"):

@@ -21,6 +21,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.embeds import tensor_of
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.prompts import Prompt
@@ -87,7 +88,6 @@ def run(
         pool, disturbed = EnginePool(sessions, options), asyncio.Event()
         pool.start()
         await asyncio.wait_for(pool.started.wait(), 60)
-        model = pool.names[0]
 
         def look() -> None:
             assert disturb is not None
@@ -100,7 +100,7 @@ def run(
             sessions[0].on_step = look
         streams = [
             pool.submit(
-                str(index), Prompt(token_ids=PROMPT, inputs=inputs), each, model=model, affinity=Affinity(rank=0)
+                check(str(index), Prompt(token_ids=PROMPT, inputs=inputs), each, pool), affinity=Affinity(rank=0)
             )
             for index, each in enumerate(params)
         ]
@@ -220,7 +220,7 @@ def test_a_paused_engine_says_so_and_keeps_its_requests(thread: EngineThread, mo
         await engine.client.pause_generation("keep")
         await _until(lambda: loads[-1].is_paused)
         for _ in range(10):  # as a port over ZeroMQ tells it, again and again
-            pool._on_load(engine, loads[-1])
+            engine.on_load(loads[-1])
             await asyncio.sleep(0.1)
         await engine.client.resume_generation()
 
@@ -288,13 +288,12 @@ def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(threa
         for pool in pools:
             pool.start()
             await asyncio.wait_for(pool.started.wait(), 60)
-        model = pools[0].names[0]
-        first = pools[0].submit("first", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
+        first = pools[0].submit(check("first", Prompt(token_ids=long), SamplingParams(max_tokens=2), pools[0]))
         await asyncio.wait_for(first.final(), 60)
         key = PrefixKey(weights=next(iter(pools[0].router.members.values())).facts.weights)
         index, keys = pools[1].router.prefixes, prefix_names(bytes(Tensor.of("int32", long).data), key, 64)
         await asyncio.wait_for(_until(lambda: bool(index.holders(keys, -1))), 60)
-        second = pools[1].submit("second", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
+        second = pools[1].submit(check("second", Prompt(token_ids=long), SamplingParams(max_tokens=2), pools[1]))
         expected = second.route.expected_cached_tokens
         await asyncio.wait_for(second.final(), 60)
         counts = pools[1].router.counts()
@@ -402,7 +401,7 @@ def test_requests_wait_for_one_of_several_foreign_engines_when_none_is_left(
 
         for session in sessions:
             session.on_step = look
-        stream = pool.submit("0", Prompt(token_ids=PROMPT), params, model=pool.names[0])
+        stream = pool.submit(check("0", Prompt(token_ids=PROMPT), params, pool))
         try:
             return await asyncio.wait_for(stream.final(), 60)
         finally:

@@ -16,7 +16,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.parsing import parse_options
 from headrace.core.process.ray_engines import RayEngine
-from headrace.frontend.fleet.client import start_ranks
+from headrace.frontend.fleet.start import start_ranks
 from headrace.ipc.failure import EngineStartError, OptionError
 from headrace.ipc.transport.keys import VARIABLE, make_key_file
 
@@ -64,7 +64,7 @@ def test_ray_ends_with_the_client_though_an_engine_has_left_before(caplog: pytes
     import ray
 
     with LLM("null", data_parallel_size=2, **NULL) as llm:
-        llm._background.call_soon(llm._client.pool.engines[0].source.drain, 5.0)  # type: ignore[union-attr]
+        llm._background.call_soon(llm._client.engines[0].source.drain, 5.0)  # type: ignore[attr-defined]
         wait_until(lambda: "left, as it was asked to" in caplog.text, 30, "that it has left")
         assert ray.is_initialized()
     assert not ray.is_initialized()
@@ -87,7 +87,7 @@ def test_a_coordinator_under_ray_tells_others_of_the_engines_and_is_replaced_whe
     def ask() -> list[list[int]]:
         """A frontend of its own, which knows where the coordinator is and nothing else."""
         with LLM(coordinator=addresses) as llm:
-            pool = llm._client.pool  # type: ignore[union-attr]
+            pool = llm._client
             wait_until(lambda: [each.index for each in pool.engines if each.usable] == [0, 1], 20, "both engines")
             return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 

@@ -14,7 +14,6 @@ from http_server import Server, events_of, metric, serving, wait_until
 from null_with_tokenizer import DEADLY_FORM
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.frontend.fleet.client import FleetClient
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 COMPLETIONS = "/v1/completions"
@@ -227,13 +226,12 @@ def test_two_fresh_engines_share_equal_requests_and_each_is_had_by_its_rank() ->
                 pass
             streams = [llm.generate({"prompt_token_ids": [5, 6, 7]}, params, str(each)) for each in range(4)]
             await asyncio.gather(*(anext(each) for each in streams))
-            assert isinstance(llm._client, FleetClient)
-            members = [llm._client.pool.route_of(str(each)).member for each in range(4)]
+            members = [llm._client.route_of(str(each)).member for each in range(4)]
             await asyncio.gather(*(llm.abort(str(each)) for each in range(4)))
             for rank in (1, 0, 1):
                 named = llm.generate({"prompt_token_ids": [5]}, params, f"of {rank}", data_parallel_rank=rank)
                 await anext(named)
-                assert llm._client.pool.route_of(f"of {rank}").member.facts.rank == rank  # type: ignore[union-attr]
+                assert llm._client.route_of(f"of {rank}").member.facts.rank == rank  # type: ignore[union-attr]
                 await named.aclose()
             with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2, and there are 2 engines"):
                 await anext(llm.generate({"prompt_token_ids": [5]}, params, data_parallel_rank=2))

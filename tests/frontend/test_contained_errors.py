@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,14 +20,18 @@ from tqdm import tqdm
 
 from headrace import LLM, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
-from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.client import CoreClient, CoreListener
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Attached, Source
+from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Codec
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Abort, AddRequest, ClientMessage
 
 pytest_plugins = "fake_llm"
@@ -96,7 +100,7 @@ def test_an_error_at_a_message_ends_the_session_with_its_cause(
         client = CoreClient(transport)
         await client.start()
         monkeypatch.setattr(client.requests, "on_step", fail)
-        streams = [client.submit(name, Prompt(token_ids=[5]), LONG) for name in "ab"]
+        streams = [client.submit(check(name, Prompt(token_ids=[5]), LONG, client)) for name in "ab"]
         for stream in streams:
             with pytest.raises(EngineDeadError, match=r"failed at a StepOutputs message.*no such thing"):
                 await stream.final()
@@ -131,9 +135,11 @@ def broken_table(params: SamplingParams, calls: int, error: type[BaseException])
     core = FakeCore(bundle, lambda prompt, seed, position: 77)
     table = RequestTable(lambda message: core.take("client", message))
     streams = [
-        table.add(name, Prompt(token_ids=[7]), params, max_tokens=9, priority=0, tokenizer=Tokenizer(bundle))
+        RequestStream(CheckedRequest(name, Prompt(token_ids=[7]), params, max_tokens=9), Tokenizer(bundle))
         for name in "abc"
     ]
+    for stream in streams:
+        table.add(stream)
     for sequence in streams[1].sequences:
         sequence.detokenizer = BrokenDetokenizer(calls, error)  # type: ignore[assignment]
     return core, table, streams
@@ -183,11 +189,16 @@ def test_an_abort_whose_text_cannot_be_made_still_ends_the_request() -> None:
 def test_a_listener_of_steps_that_fails_ends_its_request_alone() -> None:
     core, table, streams = broken_table(SamplingParams(max_tokens=9), 99, ValueError)
 
-    def fail(stream: RequestStream, now_s: float) -> None:
-        raise OSError("cannot be written")
-
     told: list[RequestStream] = []
-    streams[1].on_step, streams[1].on_done = fail, told.append
+
+    class Failing(RequestListener):
+        def on_step(self, stream: RequestStream, now_s: float) -> None:
+            raise OSError("cannot be written")
+
+        def on_done(self, stream: RequestStream) -> None:
+            told.append(stream)
+
+    streams[1].listener = Failing()
     for _ in range(12):
         for _, message in core.step():
             table.on_step(message)
@@ -195,6 +206,101 @@ def test_a_listener_of_steps_that_fails_ends_its_request_alone() -> None:
     assert isinstance(streams[1].error, RequestFailedError)
     assert "cannot be written" in str(streams[1].error)
     assert [len(stream.sequences[0].token_ids) for stream in streams] == [9, 1, 9]
+
+
+def test_a_listener_that_aborts_another_request_of_the_step_ends_it_once() -> None:
+    core, table, streams = broken_table(SamplingParams(max_tokens=9), 99, ValueError)
+    ended: list[RequestStream] = []
+
+    class Aborting(RequestListener):
+        def on_step(self, stream: RequestStream, now_s: float) -> None:
+            streams[2].abort()
+
+    class Counting(RequestListener):
+        def on_done(self, stream: RequestStream) -> None:
+            ended.append(stream)
+
+    streams[0].listener, streams[2].listener = Aborting(), Counting()
+    for _ in range(3):
+        for _, message in core.step():
+            table.on_step(message)
+    assert ended == [streams[2]]
+    assert streams[2].sequences[0].finish_reason == "abort"
+    assert not streams[0].done
+
+
+# --- the end of an engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyError("no such thing"), Panic("no such thing")], ids=repr)
+def test_a_listener_that_fails_at_the_end_of_an_engine_leaves_no_request_waiting(
+    transport: Transport, error: BaseException
+) -> None:
+    class Failing(CoreListener):
+        def on_lost(self, streams: Sequence[RequestStream], failure: Failure) -> None:
+            raise error
+
+    async def test() -> None:
+        client = CoreClient(transport)
+        await client.start()
+        client.listener = Failing()
+        streams = [client.submit(check(name, Prompt(token_ids=[5]), LONG, client)) for name in "ab"]
+        stats = asyncio.ensure_future(client.get_stats())
+        await asyncio.sleep(0)
+        client.fail(Failure(message="it is gone", type="SIGKILL"))
+        for waiting in (*(stream.final() for stream in streams), stats):
+            with pytest.raises(EngineDeadError, match="it is gone"):
+                await waiting
+        await client.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [KeyError("no such thing"), Panic("no such thing")], ids=repr)
+def test_an_engine_that_cannot_be_connected_is_not_waited_for(error: BaseException) -> None:
+    class Failing(Source):
+        comes_back = False  # type: ignore[assignment]
+
+        async def open(self) -> CoreClient:
+            raise error
+
+    with pytest.raises(type(error), match="no such thing"):
+        run(EnginePool([Failing()]).open())
+
+
+@pytest.mark.parametrize("error", [KeyError("no such thing"), Panic("no such thing")], ids=repr)
+def test_a_request_that_cannot_be_moved_does_not_keep_the_others(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines, of which the one with all requests ends."""
+
+    async def test() -> None:
+        pool = EnginePool([Attached(each.address) for each in cores])
+        await pool.open()
+        requests = [check(name, Prompt(token_ids=[5]), LONG, pool) for name in "abc"]
+        streams = [pool.submit(each, affinity=Affinity(rank=0)) for each in requests]
+        first, second = (engine.client for engine in pool.engines)
+        assert first is not None
+        assert second is not None
+        adopt = second.requests.adopt
+
+        def fail_first(stream: RequestStream) -> None:
+            if stream is streams[0]:
+                raise error
+            adopt(stream)
+
+        monkeypatch.setattr(second.requests, "adopt", fail_first)
+        first.fail(Failure(message="it is gone", type="SIGKILL"))
+        with pytest.raises(RequestFailedError, match="no such thing"):
+            await streams[0].final()
+        for stream in streams[1:]:
+            assert len((await stream.final()).outputs[0].token_ids) == 200
+        assert not len(pool)
+        await pool.close(0.0)
+
+    with zmq_core() as one, zmq_core() as other:
+        cores = one, other
+        run(test())
 
 
 # --- values that no message can hold ------------------------------------------------------------------------------
@@ -208,11 +314,11 @@ def test_a_listener_of_steps_that_fails_ends_its_request_alone() -> None:
         ({"priority": "high"}, "priority must be an integer"),
         ({"priority": 2**63}, "priority must be an integer"),
         ({"priority": None}, "priority must be an integer"),
-        ({"request_id": 5}, "request_id must be a string"),
-        ({"request_id": None}, "request_id must be a string"),
-        ({"request_id": b"a"}, "request_id must be a string"),
-        ({"request_id": ("a",)}, "request_id must be a string"),
-        ({"request_id": "\ud800"}, "cannot be sent"),
+        ({"name": 5}, "request_id must be a string"),
+        ({"name": None}, "request_id must be a string"),
+        ({"name": b"a"}, "request_id must be a string"),
+        ({"name": ("a",)}, "request_id must be a string"),
+        ({"name": "\ud800"}, "cannot be sent"),
         ({"prompt": Prompt(token_ids=[5], cache_salt="\ud800")}, "cannot be sent"),
     ],
     ids=str,
@@ -220,12 +326,12 @@ def test_a_listener_of_steps_that_fails_ends_its_request_alone() -> None:
 def test_what_no_message_can_hold_is_refused_and_its_id_is_free(changes: dict[str, Any], said: str) -> None:
     async def test() -> None:
         client = await CoreClient.connect(core.address)
-        given = {"request_id": "a", "prompt": Prompt(token_ids=[5]), "params": SamplingParams(max_tokens=3), **changes}
+        given = {"name": "a", "prompt": Prompt(token_ids=[5]), "params": SamplingParams(max_tokens=3), **changes}
         with pytest.raises(InvalidRequestError, match=said):
-            client.submit(**given)
+            client.submit(check(facts=client, **given))
         assert len(client.requests) == 0
-        given |= {"prompt": Prompt(token_ids=[5]), "priority": 0, "request_id": "a"}
-        assert (await client.submit(**given).final()).finished
+        given |= {"prompt": Prompt(token_ids=[5]), "priority": 0, "name": "a"}
+        assert (await client.submit(check(facts=client, **given)).final()).finished
         await client.close()
 
     with zmq_core() as core:
@@ -253,7 +359,7 @@ def test_numbers_of_numpy_are_made_plain(of: Callable[[int], Any]) -> None:
     async def test() -> None:
         client = await CoreClient.connect(core.address)
         for index, each in enumerate((params, changed, SamplingParams(max_tokens=3))):
-            stream = client.submit(str(index), Prompt(token_ids=[5]), each, of(1))
+            stream = client.submit(check(str(index), Prompt(token_ids=[5]), each, client, of(1)))
             output = await stream.final()
             assert len(output.outputs) == each.n
             assert {type(sequence.slot) for sequence in stream.sequences} == {int}
@@ -268,7 +374,7 @@ def test_numbers_of_numpy_are_made_plain(of: Callable[[int], Any]) -> None:
 def test_a_text_of_a_class_of_its_own_is_sent_as_a_text() -> None:
     async def test() -> None:
         client = await CoreClient.connect(core.address)
-        stream = client.submit(np.str_("a"), Prompt(token_ids=[5]), SamplingParams(max_tokens=3))
+        stream = client.submit(check(np.str_("a"), Prompt(token_ids=[5]), SamplingParams(max_tokens=3), client))
         assert (await stream.final()).request_id == "a"
         await client.close()
 

@@ -16,6 +16,7 @@ from headrace.frontend.client.request import RequestStream, one_row
 from headrace.frontend.client.request_metrics import INTER_TOKEN, INTER_TOKEN_SUM, RequestMeter
 from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
 from headrace.frontend.fleet.decisions import RoutedRequest
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.messages import AddRequest, ClientMessage
 
@@ -31,7 +32,9 @@ def added(stream_interval: int = 1, **params: Any) -> tuple[AddRequest, RequestS
         table = RequestTable(sent.append)
         table.stream_interval = stream_interval
         prompt = Prompt(text=None, token_ids=[1, 2])
-        return table.add("a", prompt, SamplingParams(**params), max_tokens=9, priority=0, tokenizer=None)
+        stream = RequestStream(CheckedRequest("a", prompt, SamplingParams(**params), max_tokens=9), None)
+        table.add(stream)
+        return stream
 
     stream = asyncio.run(add())
     (message,) = sent

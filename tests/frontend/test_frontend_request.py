@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace import RequestOutput, RequestOutputKind, SamplingParams
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import Abort, ClientMessage, StepOutputs
@@ -52,7 +53,8 @@ async def _drive(
         replies.extend(core.take("client", message))
 
     table = RequestTable(send)
-    stream = table.add("r", Prompt(token_ids=[7]), params, max_tokens=200, priority=0, tokenizer=tokenizer())
+    stream = RequestStream(CheckedRequest("r", Prompt(token_ids=[7]), params, max_tokens=200), tokenizer())
+    table.add(stream)
     outputs: list[RequestOutput] = []
     steps = 0
     while not stream.done:
@@ -100,14 +102,17 @@ def test_a_listener_that_fails_loses_nothing_of_the_other_requests(caplog: pytes
     core = FakeCore(bundle_of(byte_level_tokenizer()), lambda prompt, seed, position: 77, eos_token_id=EOS)
     table = RequestTable(lambda message: core.take("client", message))
     streams = [
-        table.add(name, Prompt(token_ids=[7]), SamplingParams(), max_tokens=5, priority=0, tokenizer=tokenizer())
+        RequestStream(CheckedRequest(name, Prompt(token_ids=[7]), SamplingParams(), max_tokens=5), tokenizer())
         for name in ("first", "second")
     ]
+    for stream in streams:
+        table.add(stream)
 
-    def fail(stream: RequestStream) -> None:
-        raise KeyError("nobody counts this")
+    class Failing(RequestListener):
+        def on_done(self, stream: RequestStream) -> None:
+            raise KeyError("nobody counts this")
 
-    streams[0].on_done = fail
+    streams[0].listener = Failing()
     while core.running:
         for _, message in core.step():
             table.on_step(message)

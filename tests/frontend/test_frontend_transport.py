@@ -23,9 +23,10 @@ from headrace import EngineDeadError, ModelError, QueueFullError, SamplingParams
 from headrace.frontend.client import transport
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import MemoryTransport, ZmqTransport
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import SCHEMA_HASH, ClientMessage
+from headrace.ipc.messages import SCHEMA_HASH, ClientMessage, CoreMessage, Hello
 from headrace.ipc.process.runtime_directory import AddressError
 from headrace.ipc.transport import sockets
 
@@ -116,14 +117,14 @@ def test_another_tokenizer_than_announced_is_refused() -> None:
 def test_a_core_that_goes_wrong_ends_every_wait_at_once(faults: Faults, said: str) -> None:
     async def test() -> None:
         client = await CoreClient.connect(core.address)
-        streams = [client.submit(str(each), Prompt(token_ids=[5]), LONG) for each in range(3)]
+        streams = [client.submit(check(str(each), Prompt(token_ids=[5]), LONG, client)) for each in range(3)]
         for stream in streams:
             with pytest.raises(EngineDeadError, match=said):
                 await stream.final()
         with pytest.raises(EngineDeadError, match=said):
             await client.get_stats()
         with pytest.raises(EngineDeadError, match=said):
-            client.submit("late", Prompt(token_ids=[5]), LONG)
+            client.submit(check("late", Prompt(token_ids=[5]), LONG, client))
         await client.close()
 
     with zmq_core(faults=faults) as core:
@@ -150,7 +151,10 @@ def test_a_killed_core_is_noticed_at_once_and_its_cause_told(tmp_path: Path) -> 
     async def test(cause_grace_s: float, kill: Callable[[CoreClient], None]) -> tuple[str, float]:
         client = CoreClient(ZmqTransport(address), cause_grace_s=cause_grace_s)
         await client.start()
-        calls = [asyncio.ensure_future(client.submit(str(i), Prompt(token_ids=[5]), ENDLESS).final()) for i in range(2)]
+        calls = [
+            asyncio.ensure_future(client.submit(check(str(i), Prompt(token_ids=[5]), ENDLESS, client)).final())
+            for i in range(2)
+        ]
         start_s = time.monotonic()
         kill(client)
         errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -185,7 +189,7 @@ def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(
         os.kill(process.pid, signal.SIGSTOP)
         start_s = time.monotonic()
         with pytest.raises(EngineDeadError, match="the connection was lost"):
-            await client.submit("r", Prompt(token_ids=[5]), ENDLESS).final()
+            await client.submit(check("r", Prompt(token_ids=[5]), ENDLESS, client)).final()
         elapsed_s = time.monotonic() - start_s
         await client.close()
         return elapsed_s
@@ -214,19 +218,22 @@ def test_what_waits_for_a_core_that_reads_nothing_is_bounded_and_the_request_bey
         os.kill(process.pid, signal.SIGSTOP)
         prompt, count = Prompt(token_ids=[5] * 100_000), 0
         while not client._transport.is_full:
-            client.submit(str(count), prompt, LONG)
+            client.submit(check(str(count), prompt, LONG, client))
             client.abort(str(count))  # as an HTTP client's that leaves; the message waits all the same
             await asyncio.sleep(0)
             count += 1
             assert count < 1000, "nothing bounds what waits"
         with pytest.raises(QueueFullError, match="the engine-core reads nothing") as caught:
-            client.submit("one more", prompt, LONG)
+            client.submit(check("one more", prompt, LONG, client))
         assert caught.value.failure is not None
         assert caught.value.failure.retry_after_s > 0
         os.kill(process.pid, signal.SIGCONT)
         while client._transport.is_full:
             await asyncio.sleep(0.01)
-        assert len((await client.submit("late", Prompt(token_ids=[5]), LONG).final()).outputs[0].token_ids) == 200
+        assert (
+            len((await client.submit(check("late", Prompt(token_ids=[5]), LONG, client)).final()).outputs[0].token_ids)
+            == 200
+        )
         assert client._transport._unsent_bytes == 0
         await client.close()
 
@@ -263,7 +270,9 @@ def test_many_requests_and_long_prompts_all_arrive() -> None:
         client = await CoreClient.connect(core.address)
         prompts = [[index % 200] * 2000 for index in range(500)]
         params = SamplingParams(max_tokens=2)
-        streams = [client.submit(str(i), Prompt(token_ids=prompt), params) for i, prompt in enumerate(prompts)]
+        streams = [
+            client.submit(check(str(i), Prompt(token_ids=prompt), params, client)) for i, prompt in enumerate(prompts)
+        ]
         outputs = [await stream.final() for stream in streams]
         assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
         assert len(client.requests) == 0
@@ -283,7 +292,7 @@ def test_clients_come_and_go_without_leaving_descriptors() -> None:
         before = descriptors()
         for _ in range(10):
             client = await CoreClient.connect(core.address)
-            await client.submit("r", Prompt(token_ids=[5]), SamplingParams(max_tokens=2)).final()
+            await client.submit(check("r", Prompt(token_ids=[5]), SamplingParams(max_tokens=2), client)).final()
             await client.close()
         assert descriptors() <= before + 2
 
@@ -297,12 +306,17 @@ def test_a_client_that_is_cancelled_in_the_turn_of_its_welcome_does_not_go_on() 
     async def test() -> None:
         core = FakeCore()
 
-        def deliver(message: ClientMessage) -> None:
-            for _, reply in core.take("client", message):
-                transport.push(reply)
-                asyncio.get_running_loop().call_soon(starting.cancel)  # once the reply has been read
+        class Port:
+            def open(self, hello: Hello, deliver: Callable[[CoreMessage], None]) -> int:
+                for _, reply in core.take("client", hello):
+                    deliver(reply)
+                    asyncio.get_running_loop().call_soon(starting.cancel)  # once the reply has been read
+                return 1
 
-        transport = MemoryTransport(deliver)
+            def receive(self, client: int, message: ClientMessage) -> None:
+                core.take("client", message)
+
+        transport = MemoryTransport(Port())
         starting = asyncio.create_task(CoreClient(transport).start(with_tokenizer=False))
         with pytest.raises(asyncio.CancelledError):
             await starting

@@ -80,7 +80,7 @@ def test_a_panic_in_a_decoder_is_a_refusal() -> None:
 def test_every_call_of_llm_refuses_the_prompt_and_goes_on(core: MemoryCore, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM.attach(core.transport) as llm:
         hostile = Tokenizer(bundle_of(split_by("(a+)+[cd]")))
-        monkeypatch.setattr(llm._client, "tokenizer", hostile)
+        monkeypatch.setattr(llm._client._some_client, "tokenizer", hostile)
         for ask in (llm.generate, llm.enqueue, lambda text: llm.chat([{"role": "user", "content": text}])):
             with pytest.raises(InvalidRequestError, match=r"the prompt cannot be tokenised"):
                 ask(PANICS)

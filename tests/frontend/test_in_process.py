@@ -12,6 +12,7 @@ from headrace.frontend.http.apis.openai.prompts import sampling_params
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import OptionError, RequestFailedError
@@ -98,5 +99,5 @@ def test_a_request_that_fails_raises_however_it_is_read(kind, params):
 
 async def _last_output(client, params):
     """As AsyncLLM.generate reads a request."""
-    async for output in client.submit("own name", Prompt(token_ids=[5, 13]), params):
+    async for output in client.submit(check("own name", Prompt(token_ids=[5, 13]), params, client)):
         assert not output.finished

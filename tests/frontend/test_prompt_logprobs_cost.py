@@ -16,6 +16,7 @@ import pytest
 
 from headrace.core.engine.outputs import StepEvents, drop_departed, gather_prompt_logprobs
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
@@ -59,7 +60,7 @@ def gathered_in_the_core(count: int) -> int:
 def read_by_the_user(count: int, *, flat: bool) -> int:
     """So many positions, which came one in each step."""
     params = SamplingParams(prompt_logprobs=1, flat_logprobs=flat)
-    stream = RequestStream("r", Prompt(token_ids=[5] * (count + 1)), params, None, 0)
+    stream = RequestStream(CheckedRequest("r", Prompt(token_ids=[5] * (count + 1)), params), None)
     for _ in range(count):
         stream.add_prompt_logprobs(rows(1))
     found = stream.prompt_logprobs

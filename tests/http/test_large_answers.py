@@ -36,6 +36,7 @@ from headrace.frontend.http.apis.openai.bodies import (
 from headrace.frontend.http.server import event_stream
 from headrace.frontend.http.server.event_stream import EventStream, KeepAlive
 from headrace.frontend.http.server.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
@@ -43,7 +44,7 @@ from headrace.ipc.messages import LogprobRows
 
 
 def stream_of(num_prompt: int, **params: Any) -> RequestStream:
-    return RequestStream("r", Prompt(token_ids=[5] * num_prompt), SamplingParams(**params), None, 0)
+    return RequestStream(CheckedRequest("r", Prompt(token_ids=[5] * num_prompt), SamplingParams(**params)), None)
 
 
 def rows(count: int, width: int = 3) -> LogprobRows:
@@ -168,15 +169,11 @@ def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() 
 
 
 def test_a_request_that_has_ended_waits_for_no_garbage_collection() -> None:
-    class Pool:
-        def abort_stream(self, stream: RequestStream) -> None:
-            """It has ended."""
-
     async def run() -> weakref.ref[RequestStream]:
         client = types.SimpleNamespace(welcome=None)
-        running = Running(types.SimpleNamespace(client=client), [], Pool(), None, "")
+        running = Running(types.SimpleNamespace(client=client), [], None, "")
         stream = stream_of(3)
-        stream.on_step, stream.on_done = running._on_step, running._on_done
+        stream.listener = running
         running.streams.append(stream)
         running.abort()
         return weakref.ref(stream)

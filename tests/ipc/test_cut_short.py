@@ -140,8 +140,9 @@ SUBMIT = """
 import array, asyncio, resource, sys
 import psutil
 from headrace import SamplingParams
-from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.client.client import CoreClient
+from headrace.frontend.request.checks import check
+from headrace.frontend.request.prompts import Prompt
 
 BLOCK_BYTES, MOST_SPARE = 128 << 10, 24
 ONE, PROMPT = SamplingParams(max_tokens=1), list(range(5, 25)) * 10_000
@@ -163,12 +164,12 @@ async def main():
         del hog[len(hog) - spare:]
         large = None
         try:
-            large = client.submit(f"large {spare}", Prompt(token_ids=PROMPT), ONE)
+            large = client.submit(check(f"large {spare}", Prompt(token_ids=PROMPT), ONE, client))
             outcome = "sent"
         except MemoryError:
             outcome = "refused"
         hog.clear()
-        small = client.submit(f"small {spare}", Prompt(token_ids=[5]), ONE)
+        small = client.submit(check(f"small {spare}", Prompt(token_ids=[5]), ONE, client))
         for stream in filter(None, (large, small)):
             answer = await asyncio.wait_for(stream.final(), 10)
             assert len(answer.outputs[0].token_ids) == 1, answer

@@ -30,7 +30,7 @@ from headrace.executor.parallel.load_balancing.placement import Placement, copie
 from headrace.executor.parallel.rank_place import RankCoordinates, World
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.frontend.client.engine_metrics import Gauge
-from headrace.frontend.fleet.client import _summed
+from headrace.frontend.fleet.answers import combined
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import EngineStats, ExpertBalance
 from headrace.ipc.step import StepResult
@@ -265,8 +265,8 @@ def test_of_several_engines_the_least_even_one_is_told_of() -> None:
     )
     counts = dict.fromkeys(EngineStats.__struct_fields__[: EngineStats.__struct_fields__.index("num_step_gaps")], 2)
     stats = [EngineStats(**counts, expert_balance=balance) for balance in (even, uneven, None)]
-    assert _summed(stats).expert_balance == uneven
-    assert _summed(stats[2:] * 2) == EngineStats(**dict.fromkeys(counts, 4))
+    assert combined(stats).expert_balance == uneven
+    assert combined(stats[2:] * 2) == EngineStats(**dict.fromkeys(counts, 4))
 
 
 @pytest.mark.parametrize(("num_redundant", "busy", "before", "after"), [(0, 0, 0.5, 0.75), (4, 3, 0.6, 1.0)])

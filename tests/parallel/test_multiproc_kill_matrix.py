@@ -41,9 +41,8 @@ from wire_client import WireClient
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child import START_GRACE_S, Child, start_engine
-from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.own_engine import CAUSE_GRACE_S
-from headrace.frontend.client.transport import ZmqTransport
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Owned
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Progress
 from headrace.ipc.transport.sockets import sweep_sockets
@@ -226,7 +225,7 @@ def start_all_the_same(cell: Cell, child: Child, seen: list[psutil.Process]) -> 
 
 def fail_serving(cell: Cell, child: Child, seen: list[psutil.Process], folder: Path) -> None:
     llm = LLM.__new__(LLM)  # as LLM() does with a child that it has started
-    llm._open(CoreClient(ZmqTransport(child.wait_ready().address), cause_grace_s=CAUSE_GRACE_S), child)
+    llm._open(EnginePool([Owned(lambda path: child, child, restarts=0)]))
     try:
         workers = workers_of(child.pid)
         seen += workers

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
-from simulation.engines import MODEL, EngineShape, SimulatedEngine
+from simulation.engines import EngineShape, SimulatedEngine
 from simulation.virtual_time import run_virtually
 from simulation.world import EngineSource
 
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.checks import check
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt
 
@@ -53,7 +54,7 @@ class Fleet:
             pool = self.pools[number % len(self.pools)]
             prompt = [self.chance.randrange(10, 30_000) for _ in range(24)]
             params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-            streams.append(pool.submit(f"{next(self._numbers)}", Prompt(token_ids=prompt), params, model=MODEL))
+            streams.append(pool.submit(check(f"{next(self._numbers)}", Prompt(token_ids=prompt), params, pool)))
             sent[streams[-1].route.member.facts.name] += 1
         await asyncio.gather(*(each.final() for each in streams))
         return sent["engine 0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -131,7 +132,8 @@ class SteppedClient:
 
     def __init__(self, core: SteppedCore) -> None:
         self.heard: list[CoreMessage] = []
-        self.send = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
+        number = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
+        self.send = functools.partial(core.port.receive, number)
 
     def add(
         self,

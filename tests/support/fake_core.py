@@ -251,11 +251,18 @@ class MemoryCore:
     def __init__(self, core: FakeCore) -> None:
         self.core = core
         self.inbox: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
-        self.transport = MemoryTransport(self.inbox.put)
+        self.transport = MemoryTransport(self)
         self._steps_allowed = threading.Event()
         self._steps_allowed.set()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+
+    def open(self, hello: Hello, deliver: Callable[[CoreMessage], None]) -> int:
+        self.inbox.put(hello)
+        return 1
+
+    def receive(self, client: int, message: ClientMessage) -> None:
+        self.inbox.put(message)
 
     def pause(self) -> None:
         """No further step begins until `resume`."""

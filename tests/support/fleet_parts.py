@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from headrace.core.engine.engine import EngineThread
+from headrace.core.engine.memory_port import MemoryPort
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import MemoryTransport
 from headrace.frontend.fleet.sources import Source
@@ -16,6 +17,25 @@ from headrace.ipc.messages import ClientMessage, CoreMessage, Hello, StepOutputs
 
 KILLED = Failure(message="it was killed", type="SIGKILL", process="engine-core")
 _LOOKED_WITHIN_S = 60.0
+
+
+class Between:
+    """The port of a core, in front of which a test stands."""
+
+    def __init__(
+        self,
+        port: MemoryPort,
+        hear: Callable[[CoreMessage], None],
+        heard_of_client: Callable[[ClientMessage], None],
+    ) -> None:
+        self._port, self._hear, self._heard_of_client = port, hear, heard_of_client
+
+    def open(self, hello: Hello, deliver: Callable[[CoreMessage], None]) -> int:
+        return self._port.open(hello, self._hear)
+
+    def receive(self, client: int, message: ClientMessage) -> None:
+        self._heard_of_client(message)
+        self._port.receive(client, message)
 
 
 class Session(Source):
@@ -44,15 +64,14 @@ class Session(Source):
     async def open(self) -> CoreClient:
         self._lives_left -= 1
 
-        def greet(hello: ClientMessage) -> None:
-            assert isinstance(hello, Hello)
-            transport.deliver = self._thread.port.open(hello, self._hear)
-
-        self.transport = transport = MemoryTransport(greet)
-        client = CoreClient(transport)
+        self.transport = MemoryTransport(Between(self._thread.port, self._hear, self.heard_of_client))
+        client = CoreClient(self.transport)
         self._loop = asyncio.get_running_loop()
         await client.start()
         return client
+
+    def heard_of_client(self, message: ClientMessage) -> None:
+        """Called with each message of the client but its Hello."""
 
     def _hear(self, message: CoreMessage) -> None:
         """Receives a message of the core, on the core's thread."""

@@ -45,14 +45,12 @@ async def _drain(address: str, timeout_s: float) -> int:
     grace_s = 30.0
     client = CoreClient(ZmqTransport(address))
     await client.start(CONNECT_TIMEOUT_S, with_tokenizer=False)
-    ended = asyncio.Event()
-    client.on_dead = lambda failure: ended.set()
     try:
         await client.control(DrainEngine(deadline_s=timeout_s))
         print(f"the engine at {address} drains")
         try:
             async with asyncio.timeout(timeout_s + grace_s):
-                await ended.wait()
+                await client.until_lost()
         except TimeoutError:
             raise HeadraceError(f"the engine at {address} has not left after {timeout_s + grace_s:g} s") from None
         print(f"the engine at {address} has left")

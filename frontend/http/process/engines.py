@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from headrace.frontend.client.stats_log import StatsLog, cache_line
-from headrace.frontend.fleet.pool import SILENT_AFTER_S, Engine, EnginePool
+from headrace.frontend.fleet.engine import SILENT_AFTER_S, Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.server.errors import ApiError, unavailable, without_own_names
 from headrace.ipc.failure import Failure, HeadraceError
 

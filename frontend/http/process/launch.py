@@ -24,8 +24,8 @@ from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child import Child, start_coordinator
 from headrace.core.process.child_output import startup_table
 from headrace.frontend.client.event_loop import run_async
-from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess
+from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
 from headrace.frontend.http.process.ranks import Ranks, ranks_of, why_fixed
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
@@ -212,7 +212,7 @@ def _serve_here(
         sources = owned = owned_ranks(engine_options, children, restarts, ranks.here)
         if not server.why_fixed:
             server.scaler = OwnScaler(engine_options, restarts)
-        owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
+        owned[0].on_progress = lambda progress: phases.enter(f"engine: {progress.phase}")
         for each in owned:
             each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
 

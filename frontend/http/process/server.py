@@ -193,8 +193,15 @@ class HttpServer:
         router_options = RouterOptions(
             max_migrations=self._options.max_migrations, suspect_after_s=self._options.heartbeat_timeout
         )
-        pool = EnginePool(sources, router_options, discovery=discovery, serves_early=True)
-        pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
+        pool = EnginePool(
+            sources,
+            router_options,
+            discovery=discovery,
+            meters=self._pages,
+            on_death=self.on_engine_end,
+            on_return=self.on_engine_return,
+            serves_early=True,
+        )
         state = ServerState(
             self._options,
             pool,

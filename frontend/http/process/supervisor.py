@@ -32,8 +32,8 @@ from headrace.core.process.supervisor import (
     newly_stopped,
     stop_at_once,
 )
-from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
+from headrace.frontend.fleet.start import of_rank
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed

@@ -18,20 +18,20 @@ import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchParams
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestStream
-from headrace.frontend.client.request_metrics import RequestMeter
+from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
-from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.server.errors import SPELLINGS, ApiError, as_api_error, respelt
 from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.server.exchange import Exchange, Receive, send_pieces
 from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.request_log import note
 from headrace.frontend.http.server.selection import OutputSelection, likeliest, search
+from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.pooling_prompts import check_pooling
-from headrace.frontend.request.prompts import Prompt, check_request
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.tracing.tracer import follow
 from headrace.ipc.failure import (
     EngineDeadError,
@@ -40,7 +40,6 @@ from headrace.ipc.failure import (
     QueueFullError,
     let_interrupts_pass,
 )
-from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -102,16 +101,15 @@ class PreparedRequest(msgspec.Struct):
     """The format of a streamed response."""
 
 
-class Running:
+class Running(RequestListener):
     """The submitted jobs of one HTTP request. An error of one ends them all."""
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages, form_field: str) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, form_field: str) -> None:
         """form_field: see PreparedRequest. Raises EngineDeadError if the engine is gone."""
         if engine.client is None:  # it has gone since the request was prepared
             raise EngineDeadError("the engine is not running")
-        self.engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
-        self._pool, self._pages, self._form_field = pool, pages, form_field
-        self._meters: dict[RequestStream, RequestMeter] = {}
+        self.engine, self._jobs, self._facts = engine, jobs, engine.client
+        self._pool, self._form_field = pool, form_field
         self.error: HeadraceError | None = None
         self.events: Listener | None = None
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,29 +122,18 @@ class Running:
         """Submits the jobs in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
         jobs = self._jobs
         pace = Pace()
-        most_tokens = []
+        requests: list[CheckedRequest] = []
         for index, job in enumerate(jobs):
             try:
-                most_tokens.append(_check(job, self._welcome))
+                requests.append(check(job.name, job.prompt, job.pooling or job.params, self._facts, job.priority))
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
         model = self.engine.names[0]
-        for job, max_tokens in zip(jobs, most_tokens, strict=True):
-            # Two clients may choose the same id; each gets its response under it.
-            name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
-            stream = self._pool.submit(
-                name,
-                job.prompt,
-                job.pooling or job.params,
-                job.priority,
-                model=model,
-                max_tokens=max_tokens,
-                affinity=job.affinity,
-            )
-            engine = self._pool.engine_of(stream) or self.engine
-            self._meters[stream] = RequestMeter(self._pages.engine(engine.index), self._pages.gap)
-            stream.on_step, stream.on_done = self._on_step, self._on_done
+        for job, request in zip(jobs, requests, strict=True):
+            if request.name in self._pool:  # two clients may choose the same id; each gets its response under it
+                request = msgspec.structs.replace(request, name=f"{job.name}-{uuid.uuid4().hex}")
+            stream = self._pool.submit(request, self, model=model, affinity=job.affinity)
             follow(stream)
             self.streams.append(stream)
             await pace.step()
@@ -156,25 +143,22 @@ class Running:
         if self.events is not None:
             self.events.close()
         for stream in self.streams:
-            self._pool.abort_stream(stream)
+            stream.abort()
             # Breaks reference cycles: the garbage collector runs too rarely to free them soon.
-            stream.on_step = stream.on_done = None
+            stream.listener = None
             stream.sequences.clear()
 
-    def _on_step(self, stream: RequestStream, now_s: float) -> None:
+    def on_step(self, stream: RequestStream, now_s: float) -> None:
         if not self.news.done():
             self.news.set_result(None)
         if self.events is not None:
             self.events.on_step(stream)
-        self._meters[stream].on_step(stream, now_s)
 
-    def _on_done(self, stream: RequestStream) -> None:
-        """Called before the last `on_step`; if the request failed, without one."""
+    def on_done(self, stream: RequestStream) -> None:
         self._num_running -= 1
         try:
             if stream.error is not None and self.error is None:
                 self._fail(self._named(stream.error))
-            self._meters[stream].on_done(stream)
         except BaseException as error:  # the HTTP request must end too
             let_interrupts_pass(error)
             logger.exception("the end of a request could not be handled")
@@ -200,14 +184,12 @@ class RunningSearch(Running):
     """Beam searches in place of one request's jobs. `streams` is filled once all searches have ended."""
 
     def __init__(self, prepared: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, pages: Pages) -> None:
-        super().__init__(prepared.engine, prepared.jobs, pool, pages, prepared.form_field)
-        self._beams = beams
+        super().__init__(prepared.engine, prepared.jobs, pool, prepared.form_field)
+        self._beams, self._pages = beams, pages
         self._task: asyncio.Task[list[RequestStream]] | None = None
 
     async def submit(self) -> None:
-        assert self.engine.client is not None, "submit() follows the check of __init__, without an await in between"
-        model, tokenizer = self.engine.names[0], self.engine.client.tokenizer
-        searching = search(self._jobs, self._beams, self._pool, model, self._welcome, tokenizer)
+        searching = search(self._jobs, self._beams, self._pool, self.engine.names[0], self._facts)
         self._task = asyncio.ensure_future(searching)
         self._task.add_done_callback(self._on_found)
 
@@ -227,20 +209,12 @@ class RunningSearch(Running):
             let_interrupts_pass(error)
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
-        meter = RequestMeter(self._pages.engine(self.engine.index), self._pages.gap)
+        meter = self._pages.meter(self.engine.index)
         for stream in self.streams:
             meter.on_done(stream)
         for each in (self.news, self.ended):
             if not each.done():
                 each.set_result(None)
-
-
-def _check(job: Job, welcome: Welcome) -> int:
-    """The most tokens that the job can generate. Raises InvalidRequestError."""
-    if job.pooling is None:
-        return check_request(job.prompt, job.params, welcome)
-    check_pooling(job.prompt, job.pooling, welcome)
-    return 0
 
 
 class Pace:
@@ -283,7 +257,7 @@ class Generator:
     @contextlib.asynccontextmanager
     async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
         """Submits jobs, and aborts them when the block is left. Raises ApiError and HeadraceError."""
-        async with self._counted(Running(engine, jobs, self._pool, self._pages, form_field)) as running:
+        async with self._counted(Running(engine, jobs, self._pool, form_field)) as running:
             yield running
 
     @contextlib.asynccontextmanager

@@ -25,10 +25,12 @@ from headrace.frontend.client.request_metrics import (
     SUCCESS,
     Histograms,
     Layout,
+    RequestMeter,
     cumulative,
     observe,
 )
-from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 
@@ -117,6 +119,10 @@ class Pages:
         """This process's counts of one engine's requests, to be written by a `RequestMeter`."""
         first = self._start + _engine_offset(index)
         return self._numbers[first : first + REQUEST_LAYOUT.size]
+
+    def meter(self, engine: int) -> RequestMeter:
+        """For a request that begins at the engine of this rank."""
+        return RequestMeter(self.engine(engine), self.gap)
 
     def num_generated(self) -> int:
         """Tokens generated for requests of this process that have ended, over all engines."""

@@ -14,7 +14,7 @@ from headrace.frontend.client.request import RequestStream
 from headrace.ipc.process.log import FIELDS, printable
 
 if TYPE_CHECKING:
-    from headrace.frontend.fleet.pool import Engine
+    from headrace.frontend.fleet.engine import Engine
 
 logger = logging.getLogger(__name__)
 

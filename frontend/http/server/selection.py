@@ -17,15 +17,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search
-from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
+from headrace.frontend.client.request import (
+    LogprobRow,
+    RequestListener,
+    RequestStream,
+    SequenceState,
+    nth_row,
+    one_row,
+)
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import LogprobsOfPosition
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import Prompt, check_request
+from headrace.frontend.request.prompts import ModelFacts
 from headrace.frontend.text.tokenizer import Tokenizer
-from headrace.ipc.messages import LogprobRows, Welcome
+from headrace.ipc.messages import LogprobRows
 
 if TYPE_CHECKING:
     from headrace.frontend.http.server.generation import Job
@@ -58,53 +64,30 @@ def _mean_logprob(sequence: SequenceState) -> float:
 class EngineOfSearch:
     """A `RequestClient` for one request's beam searches, whose steps prefer the engine that caches their prefixes."""
 
-    def __init__(self, pool: EnginePool, model: str, job: Job, welcome: Welcome, tokenizer: Tokenizer | None) -> None:
-        self.welcome, self.tokenizer = welcome, tokenizer
+    def __init__(self, pool: EnginePool, model: str, job: Job, facts: ModelFacts) -> None:
+        self.welcome, self.tokenizer = facts.welcome, facts.tokenizer
         self._pool, self._model, self._job = pool, model, job
         self._name = f"{job.name}-{uuid.uuid4().hex}"
         self._affinity = job.affinity if job.affinity != ANYWHERE else Affinity(session=self._name)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        priority: int = 0,
-        *,
-        max_tokens: int | None = None,
-    ) -> RequestStream:
-        return self._pool.submit(
-            f"{self._name}-{request_id}",
-            prompt,
-            params,
-            self._job.priority,
-            model=self._model,
-            max_tokens=max_tokens,
-            affinity=self._affinity,
-        )
-
-    def abort_stream(self, stream: RequestStream) -> None:
-        self._pool.abort_stream(stream)
+    def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream:
+        own = msgspec.structs.replace(request, name=f"{self._name}-{request.name}", priority=self._job.priority)
+        stream = self._pool.submit(own, listener, model=self._model, affinity=self._affinity)
+        stream.meter = None  # the searches are counted, and not their steps
+        return stream
 
 
 async def search(
-    jobs: Sequence[Job],
-    beams: BeamSearchParams,
-    pool: EnginePool,
-    model: str,
-    welcome: Welcome,
-    tokenizer: Tokenizer | None,
+    jobs: Sequence[Job], beams: BeamSearchParams, pool: EnginePool, model: str, facts: ModelFacts
 ) -> list[RequestStream]:
     """The best sequences for each job's prompt, as streams that have ended. Raises HeadraceError if a request fails."""
-    engine = EngineOfSearch(pool, model, jobs[0], welcome, tokenizer)
-    for job in jobs:
-        check_request(job.prompt, SamplingParams(max_tokens=1), welcome)
+    engine = EngineOfSearch(pool, model, jobs[0], facts)
     found = await beam_search(engine, [job.prompt for job in jobs], beams, itertools.count())
-    return [_ended(job, each, beams, tokenizer) for job, each in zip(jobs, found, strict=True)]
+    return [_ended(job, each, beams, facts.tokenizer) for job, each in zip(jobs, found, strict=True)]
 
 
 def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None) -> RequestStream:
-    stream = RequestStream(job.name, job.prompt, job.params, tokenizer, first_slot=0)
+    stream = RequestStream(CheckedRequest(job.name, job.prompt, job.params), tokenizer)
     del stream.sequences[len(found.sequences) :]  # with a small vocabulary, fewer may be found
     start = len(job.prompt.token_ids or ())
     for sequence, beam in zip(stream.sequences, found.sequences, strict=False):

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.process.options import ServeOptions

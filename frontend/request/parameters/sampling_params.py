@@ -353,8 +353,11 @@ class SamplingParams(
     trace_decode_token_ids: list[int] | None = None
 
     _tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
+    _is_frozen: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_frozen:
+            raise AttributeError(f"SamplingParams.{name}: these parameters belong to a request that was submitted")
         if name in NOT_SUPPORTED and name not in self.__struct_fields__:
             refuse_unless_neutral(name, value)
         super().__setattr__(name, value)
@@ -405,10 +408,23 @@ class SamplingParams(
     def clone(self) -> SamplingParams:
         """An independent copy."""
         twin = copy.copy(self)
+        msgspec.structs.force_setattr(twin, "_is_frozen", False)
         for name in _CONTAINERS:
             if isinstance(value := getattr(self, name), list | dict):
                 setattr(twin, name, value.copy())
         vars(twin).update(vars(self))  # attributes that a caller set
+        return twin
+
+    def frozen(self, output_kind: RequestOutputKind | None = None) -> SamplingParams:
+        """A verified copy for requests, by default with the same output kind, whose fields can no longer be set; itself
+        if it is one. Raises as `verify` does."""
+        if self._is_frozen:
+            return self
+        twin = self.clone()
+        if output_kind is not None:
+            twin.output_kind = output_kind
+        twin.verify()
+        msgspec.structs.force_setattr(twin, "_is_frozen", True)
         return twin
 
     @property

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
 from headrace.frontend.http.apis.anthropic.tools import OfferedTools
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat

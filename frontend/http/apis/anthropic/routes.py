@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import MessagesResponse, error_body
 from headrace.frontend.http.apis.anthropic.messages import (
     NOT_SUPPORTED,

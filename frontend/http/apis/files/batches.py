@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.frontend.batch_file.file import BatchResult, Results, read_lines, why_none
 from headrace.frontend.batch_file.lines import LineAnswers, Slots
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.files.store import (
     FIRST_RUN,
     RESULTS,

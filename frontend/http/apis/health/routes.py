@@ -7,7 +7,7 @@ import time
 import msgspec
 
 import headrace
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.process.engines import why_unavailable
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.errors import unavailable

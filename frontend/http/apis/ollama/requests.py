@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.requests import (
     NEUTRAL,
     ChatCompletionRequest,

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import call_input
 from headrace.frontend.http.apis.ollama.requests import (
     NOT_SUPPORTED,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import (
     Answer,
     AssistantMessage,

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import (
     ChatResponse,
     CompletionTokensDetails,

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.engine_metrics import kv_use
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import (
     ChatChunk,
     ChatResponse,

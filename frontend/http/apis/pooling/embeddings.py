@@ -10,17 +10,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client.pooling_stream import NO_TOKENS, PoolingStream
+from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, tokenize_texts
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.server.generation import Job, PreparedRequest
+from headrace.frontend.request.checks import NO_TOKENS, check_token_ids
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut_to_pool
-from headrace.frontend.request.prompts import Prompt, Tokenization, check_token_ids, packed
+from headrace.frontend.request.prompts import Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.embeddings import (
     EMBEDDING_NEUTRAL,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.chat import ChatParts, ChatWork, chat_work
 from headrace.frontend.http.apis.openai.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.client_tools import HOSTED, LeftOut, client_tools

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
 from headrace.frontend.http.apis.openai.chat import ChatWork
 from headrace.frontend.http.apis.responses.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems

@@ -1,0 +1,91 @@
+"""Starts the engines of data_parallel_size on this machine, as sources of a pool."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.frontend.fleet.sources import EngineProcess, Owned
+from headrace.frontend.request.parameters.thinking import check_reasoning
+from headrace.ipc.failure import OptionError
+
+if TYPE_CHECKING:
+    from headrace.core.options.engine_options import Options
+
+RESTARTS = 10
+"""How often in a row a dead engine is restarted, if there are several: the others do its work meanwhile."""
+
+
+def with_meeting(options: Options) -> Options:
+    """Adds a name by which engines that share experts find each other, now and after restarts. Only for engines that
+    all run on this machine."""
+    shares = options.data_parallel_size > 1 and options.enable_expert_parallel
+    if not shares or options.data_parallel_meeting or options.data_parallel_backend == "ray":
+        return options
+    return msgspec.structs.replace(options, data_parallel_meeting=secrets.token_hex(8))
+
+
+def start_ranks(
+    options: Options, ranks: Sequence[int] | None = None, new_address: Callable[[], str] = lambda: ""
+) -> list[EngineProcess]:
+    """Starts all engines of data_parallel_size, or those of `ranks`; they divide this machine among them.
+
+    new_address: returns the address for each to listen at; "" lets the engine choose. Raises OptionError for options
+    that only a frontend can check, and EngineStartError.
+    """
+    check_reasoning(options)
+    if ranks is None and options.num_engines_here != options.data_parallel_size:
+        raise OptionError(
+            f"data_parallel_size_local={options.data_parallel_size_local}: all of data_parallel_size are started here; "
+            "`headrace serve` can start some of them, and find those of other hosts"
+        )
+    if ranks is None and options.data_parallel_rank:
+        raise OptionError(
+            f"data_parallel_rank={options.data_parallel_rank}: all of data_parallel_size are started here; "
+            "`headrace serve` and engine-core start one by its rank, and a request names the one that it is for"
+        )
+    if options.data_parallel_backend == "ray":
+        from headrace.core.process.ray_engines import RayFleet
+
+        fleet = RayFleet(options)
+        return [fleet.start(rank) for rank in range(options.data_parallel_size)]
+    from headrace.core.process.child import start_engine
+
+    children: list[EngineProcess] = []
+    try:
+        for rank in range(options.data_parallel_size) if ranks is None else ranks:
+            children.append(start_engine(of_rank(options, rank), new_address()))
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
+    return children
+
+
+def of_rank(options: Options, rank: int) -> Options:
+    """The options of the engine of this rank."""
+    return msgspec.structs.replace(options, data_parallel_rank=rank)
+
+
+def owned_ranks(
+    options: Options,
+    children: Sequence[EngineProcess],
+    restarts: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[Owned]:
+    """The sources of started engines; each restarts its engine under the same rank, by default if there are others."""
+    from headrace.core.process.child import start_engine
+    from headrace.core.process.ray_engines import RayEngine
+
+    def starter(rank: int, first: EngineProcess) -> Callable[[str], EngineProcess]:
+        if isinstance(first, RayEngine):
+            return first.again
+        return lambda weights_path: start_engine(of_rank(options, rank), weights_path=weights_path)
+
+    if restarts is None:
+        restarts = RESTARTS if len(children) > 1 else 0
+    of_children = zip(range(len(children)) if ranks is None else ranks, children, strict=True)
+    return [Owned(starter(rank, child), child, restarts=restarts, rank=rank) for rank, child in of_children]

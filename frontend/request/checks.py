@@ -1,0 +1,136 @@
+"""`check`: makes a `CheckedRequest` of what a user asks for, or says in the user's terms why no engine of the model
+serves it.
+
+The core checks each message again in its own terms (core/engine/admission.py), since it trusts no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.request.embeds import check_enabled, check_shape
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_fields import plain_integer
+from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.request.parameters.thinking import thinking_of
+from headrace.frontend.request.parameters.token_rules import check_token_rules, tokenized_fields
+from headrace.frontend.request.pooling_prompts import NOT_POOLING
+from headrace.frontend.request.prompts import ModelFacts, Prompt, truncate
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Pool, Welcome
+from headrace.ipc.row_inputs import PROMPT_EMBEDS
+
+NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+"""In the place of a request's parameters where it pools."""
+
+
+class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
+    """A request that was checked, as every client submits it."""
+
+    name: str
+    """Its request id."""
+    prompt: Prompt
+    params: SamplingParams
+    """Frozen. NO_TOKENS of a request that pools."""
+    priority: int = 0
+    max_tokens: int = 1
+    """The most tokens that max_model_len leaves room for."""
+    tokenized: Mapping[str, Any] = NOTHING
+    """The fields of Sampling that are made of texts with the tokenizer."""
+    pool: Pool | None = None
+    """What is asked for if it pools."""
+
+
+def check(
+    name: Any, prompt: Prompt, params: SamplingParams | PoolingParams, facts: ModelFacts, priority: Any = 0
+) -> CheckedRequest:
+    """The request, whose prompt is tokenised; truncates the prompt if the parameters ask for it.
+
+    Raises InvalidRequestError for one that can never be served.
+    """
+    welcome = facts.welcome
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"request_id must be a string, not {name!r:.100}")
+    name, priority = str(name), checked_priority(priority)  # as messages hold them: a name may be of a subclass
+    if isinstance(params, PoolingParams):
+        return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=_check_pooling(prompt, params, welcome))
+    params = params.frozen()
+    if not welcome.generates:
+        raise InvalidRequestError(
+            f"this engine runs {welcome.served_model_names[0]} for pooling alone, and generation is only supported for "
+            "generative models. Try passing `--runner generate` to use the model as a generative model."
+        )
+    if params.truncate_prompt_tokens is not None:
+        truncate(prompt, params, welcome)
+    if prompt.inputs and params.prompt_logprobs is not None:
+        raise InvalidRequestError("SamplingParams.prompt_logprobs is not compatible with prompt embeds.")
+    check_token_ids(prompt, welcome)
+    room = check_length(prompt, welcome)
+    check_token_rules(params, welcome)
+    if params.stop_strings and welcome.tokenizer is None:
+        raise InvalidRequestError(
+            "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
+        )
+    tokenized = tokenized_fields(params, facts.tokenizer, welcome.vocab_size)
+    if (thinking := thinking_of(params, prompt, facts.tokenizer, welcome)) is not None:
+        tokenized["thinking"] = thinking
+    return CheckedRequest(name, prompt, params, priority, room, tokenized)
+
+
+def check_length(prompt: Prompt, welcome: Welcome, answer: int = 1) -> int:
+    """How many tokens max_model_len leaves room for behind the prompt. Raises InvalidRequestError if those are fewer
+    than `answer`."""
+    num_tokens, limit = len(prompt.token_ids or ()), welcome.max_model_len
+    if num_tokens + answer <= limit:
+        return limit - num_tokens
+    if answer:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens, and max_model_len is {limit} for the prompt and its output together "
+            f"(the model's maximum context length is {limit} tokens). Please reduce the length of the prompt to "
+            f"{limit - answer} tokens or fewer"
+        )
+    raise InvalidRequestError(
+        f"the prompt has {num_tokens} tokens, and max_model_len is {limit} (the model's maximum context length is "
+        f"{limit} tokens). Please reduce the length of the prompt, or let truncate_prompt_tokens=-1 truncate it"
+    )
+
+
+def checked_priority(priority: Any) -> int:
+    """A priority as messages hold it. Raises InvalidRequestError."""
+    plain = plain_integer(priority)
+    if plain is None or not -(2**63) <= plain < 2**63:
+        raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r:.100}")
+    return plain
+
+
+def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Pool:
+    """The task for the engine."""
+    params.verify()
+    if welcome.pooling is None:
+        raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
+    task = params.to_wire(welcome.pooling, welcome.served_model_names[0])
+    check_token_ids(prompt, welcome)
+    check_length(prompt, welcome, answer=0)
+    return task if prompt.second_text is None else msgspec.structs.replace(task, second_text=prompt.second_text)
+
+
+def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for a prompt without tokens, or with one outside the vocabulary, and for embeddings
+    that the engine cannot take."""
+    for each in prompt.inputs:
+        if each.kind == PROMPT_EMBEDS:
+            check_enabled(welcome)
+            (values,) = each.tensors
+            check_shape((values.shape[0], values.shape[1]), values.dtype, welcome)
+    token_ids = prompt.token_ids or ()
+    if not token_ids:
+        raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")
+    if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
+        raise InvalidRequestError(
+            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
+            f"{welcome.vocab_size - 1}{', greater than or equal to 0' if bad < 0 else ''}"
+        )
