@@ -168,6 +168,8 @@ ELSEWHERE: dict[str, str] = {
     "LLMEngine has no '_llm'": "it replaces vLLM's engine by a mock",
     "*test_rejects_custom_logitsprocs*": "it compares with a text of vLLM's inside",
     "*test_mm_prefix_lm_raises_batched_tokens_floor": "it replaces a method inside vLLM",
+    "v1/structured_output/test_validation.py*": "it calls methods inside vLLM",
+    " cannot be loaded: ModuleNotFoundError: Headrace has no": "its logits processor's file imports vLLM's insides",
     "*test_head_dtype.py*": "it computes with a class inside vLLM",
     "*test_async_scheduling.py*": "the adapter has not what it asks of vLLM's test runner",
     "*test_namespace_tool_separator.py*": "the demo model does not call",

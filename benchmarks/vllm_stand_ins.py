@@ -258,6 +258,8 @@ class VllmRunner:
 
     def generate(self, prompts: Any, sampling_params: Any, **others: Any) -> Any:
         found = []
+        if isinstance(prompts, list):
+            prompts = [{"prompt_embeds": each} if hasattr(each, "requires_grad") else each for each in prompts]
         for output in self.llm.generate(prompts, sampling_params=sampling_params, **others):
             ids, text = list(output.prompt_token_ids or ()), output.prompt or ""
             each = [(ids + list(one.token_ids), text + one.text) for one in output.outputs]
