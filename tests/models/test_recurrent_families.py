@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 from all_at_once import TIGHT, generate_all_at_once, shared_prefix
+from multimodal_models import WITH_STATES
 from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file, save_file
 from tiny_recurrent import FAMILIES
@@ -72,6 +73,22 @@ def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
     for tokens, asked in ((1024, params), (40, PARAMS)):
         with LLM(str(saved(folder, name)), **(TIGHT | {"max_model_len": 768, "max_num_batched_tokens": tokens})) as llm:
             expect_answers(name, prompts, generate_all_at_once(llm, prompts, asked))
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_the_language_model_of_a_multimodal_folder_gives_its_tokens(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = WITH_STATES[name]().eval().float()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    prompt = list(range(20, 50))
+    with LLM(str(tmp_path), **TIGHT) as llm:
+        answer = list(llm.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+    assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def expect_answers_with_little_memory(folder: Path, name: str, **options: Any) -> None:

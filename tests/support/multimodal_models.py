@@ -14,6 +14,10 @@ TEXT = {
 }  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 SECTIONS = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 
 
@@ -32,6 +36,17 @@ def qwen(name: str) -> Callable[[], Any]:
     def make() -> Any:
         rope = {key: value for key, value in SECTIONS.items() if name != "Qwen3VL" or key != "type"}
         text = TEXT | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": False}
+        config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=QWEN_VISION)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+def qwen_3_5(name: str, **more: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        rope = {**SECTIONS, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        del rope["type"]
+        text = TEXT | LINEAR | more | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": False}
         config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=QWEN_VISION)
         return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
@@ -66,6 +81,14 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "qwen 2.5": qwen("Qwen2_5_VL"),
     "qwen 3": qwen("Qwen3VL"),
 }
+
+WITH_STATES: dict[str, Callable[[], Any]] = {
+    "qwen 3.5": qwen_3_5("Qwen3_5"),
+    "qwen 3.5 with experts": qwen_3_5(
+        "Qwen3_5Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+}
+"""Those whose language models keep a state per sequence."""
 
 
 def config_of(name: str) -> dict[str, Any]:
