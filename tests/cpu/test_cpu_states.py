@@ -259,3 +259,32 @@ def test_the_registry_offers_the_kernels_and_wide_convolutions_are_refused() -> 
     wrong = replace(next(iter(case.state().kept.values())), page=torch.zeros(16, dtype=torch.int32))
     with pytest.raises(ValueError, match="int64"):
         mirrors.StateUnitsC.of(wrong)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["a gated delta rule", "of odd sizes, with decays of channels"])
+def test_thousands_of_decoded_tokens_stay_near_float64(ops: CpuOps, name: str) -> None:
+    """4,096 steps of one token each, whose state is float32 from step to step."""
+    case, count = CASES[name], 4096
+    params, op, state = case.params, of(case, ops), case.state()
+    mixed, decays, rates = (each * 0.5 for each in case.inputs(count))
+    found = in_chunks(case, op, [(mixed, decays, rates)], 1, state)
+    query, key, value = (
+        each.unflatten(1, (heads, -1)).double()
+        for each, heads in zip(
+            mixed.split(params.parts, dim=1),
+            (params.num_key_heads, params.num_key_heads, params.num_heads),
+            strict=True,
+        )
+    )
+    query, key = (torch.nn.functional.normalize(each, dim=-1)[:, params.key_of_head] for each in (query, key))
+    steps = torch.nn.functional.softplus(decays.double() + params.decay_bias).unflatten(1, (params.num_heads, -1))
+    shares = torch.exp(params.decay.double()[:, None] * steps)
+    rate = params.correction * rates.double().sigmoid()
+    held, expected = torch.zeros(params.num_heads, params.key_dim, params.value_dim, dtype=torch.float64), []
+    for token in range(count):
+        held = shares[token][..., None] * held
+        read = torch.einsum("hkv,hk->hv", held, key[token])
+        held = held + torch.einsum("hk,hv->hkv", key[token], rate[token][:, None] * (value[token] - read))
+        expected.append(torch.einsum("hkv,hk->hv", held, query[token] * params.scale).flatten())
+    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-4, atol=2e-5)
