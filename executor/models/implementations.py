@@ -62,7 +62,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     except ForeignError as error:
         said = f"transformers cannot compute {printable(f'{shown!s:.100}')} here: {error}"
         if options.model_impl != "transformers":
-            said = f"{str(reason).partition('; known are')[0]}, and {said}"
+            said = f"{str(reason).partition('; known:')[0]}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
     if tasks_of(checkpoint, options, spec).pooling is not None:
         raise ModelError(
@@ -75,7 +75,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         "%s is computed by transformers' code with the paged cache and attention of this engine (%s): several times "
         "slower than a family of its own, without quantization, GGUF files, and ranks",
         spec.architecture,
-        why.partition("; known are")[0],
+        why.partition("; known:")[0],
     )
     return FoundModel(checkpoint, spec, config)
 

@@ -321,7 +321,7 @@ def test_what_a_stored_response_is_to_include_is_read_as_at_its_creation(client)
     items = client.responses.input_items.list(again.id, include=include, order="asc").data
     assert items[0].encrypted_content == read.output[0].encrypted_content
     for refuse in (client.responses.retrieve, client.responses.input_items.list):
-        with pytest.raises(openai.BadRequestError, match=r"include\[0\] is 'all'; known are"):
+        with pytest.raises(openai.BadRequestError, match=r"include\[0\] is 'all'; known:"):
             refuse(response.id, include=["all"])
 
 
@@ -539,7 +539,7 @@ def test_a_background_response_is_cancelled(client):
         ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
         ({"text": {"verbosity": "endless"}}, "one of low, medium, high", "text.verbosity"),
         ({"reasoning": {"effort": "endless"}}, "one of none, minimal", "reasoning.effort"),
-        ({"include": ["all"]}, "include[0] is 'all'; known are", "include[0]"),
+        ({"include": ["all"]}, "include[0] is 'all'; known:", "include[0]"),
         ({"background": True, "store": False}, "background can only be used when `store` is true", "background"),
         ({"conversation": "c"}, "use previous_response_id", "conversation"),
         ({"max_tokens": 3}, "responses have max_output_tokens", "max_tokens"),
