@@ -176,3 +176,21 @@ def test_extra_args_name_the_integers_that_cannot_be_sent(value: int) -> None:
         SamplingParams(extra_args={"a": {"nested": [{"x": value}]}})
     for fits in (-(2**63), 2**64 - 1):
         assert SamplingParams(extra_args={"a": [fits]}).extra_args == {"a": [fits]}
+
+
+def test_a_requests_parameters_are_frozen_and_the_callers_are_its_own() -> None:
+    params = SamplingParams(max_tokens=3, stop_token_ids=[5])
+    params.temperature = 0.5
+    frozen = params.frozen(RequestOutputKind.DELTA)
+    params.max_tokens, params.n = 9, 0
+    assert params.stop_token_ids is not None
+    params.stop_token_ids.append(6)
+    assert (frozen.max_tokens, frozen.temperature, frozen.stop_token_ids) == (3, 0.5, [5])
+    assert (frozen.output_kind, params.output_kind) == (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)
+    with pytest.raises(AttributeError, match=r"SamplingParams\.max_tokens: .* was submitted"):
+        frozen.max_tokens = 4
+    assert frozen.frozen() is frozen
+    copied = frozen.clone()
+    copied.max_tokens = 4
+    with pytest.raises(InvalidRequestError, match=r"SamplingParams\.n = 0"):
+        params.frozen()
