@@ -115,7 +115,7 @@ def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_r
         before = {each.pid for each in engines_of(server)}
         failed = client.post(COMPLETIONS, json={"prompt": [5, 99], "max_tokens": 2})
         assert failed.status_code == 503
-        assert "two engines died with this request" in failed.json()["error"]["message"]
+        assert "two engines died" in failed.json()["error"]["message"]
         assert metric(client, "headrace:router_quarantined_total") == 1
         assert client.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 2}).status_code == 200
         wait_until(lambda: metric(client, "headrace:engine_up") == 3, 30, "those that died to be there again")
