@@ -245,12 +245,10 @@ def test_a_listener_that_fails_at_the_end_of_an_engine_leaves_no_request_waiting
         await client.start()
         client.listener = Failing()
         streams = [client.submit(check(name, Prompt(token_ids=[5]), LONG, client)) for name in "ab"]
-        stats = asyncio.ensure_future(client.get_stats())
-        await asyncio.sleep(0)
-        client.fail(Failure(message="it is gone", type="SIGKILL"))
-        for waiting in (*(stream.final() for stream in streams), stats):
+        client.fail(Failure(message="it is gone", type="SIGKILL"))  # before the loop could read any output
+        for stream in streams:
             with pytest.raises(EngineDeadError, match="it is gone"):
-                await waiting
+                await stream.final()
         await client.close()
 
     run(test())
