@@ -86,7 +86,7 @@ class PlatformWheel(bdist_wheel):
             return super().get_tag()
         self.root_is_pure = False
         _, _, platform = super().get_tag()
-        # They use nothing but the C library, so PEP 600's name follows from the versions of its symbols.
+        # PEP 600's name follows from the versions of the C library's symbols, as they need little of the C++ library's.
         needed = [int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())]
         return "py3", "none", platform.replace("linux_", f"manylinux_2_{max(needed)}_") if needed else platform
 

@@ -44,6 +44,7 @@ def free_port() -> int:
 def start(command: list[str], port: int) -> dict[str, Any]:
     """One start of a server, until its first token and a moment of rest."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start compiles all sources anew
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
         began_s = time.monotonic()
         program = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
@@ -51,15 +52,14 @@ def start(command: list[str], port: int) -> dict[str, Any]:
             first_token_s = wait_for_token(program, port) - began_s
             time.sleep(1.0)  # for what is freed once the server is idle
             processes = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
-            memory = [memory_of(process) for process in processes]
-            cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
+            found = [state_of(process) for process in processes]
         finally:
             program.send_signal(signal.SIGINT)
             program.wait(60)
         log.seek(0)
         said = log.read().decode(errors="replace")
     phases = {name: float(seconds) for seconds, name in PHASE.findall(said)}
-    return {"first_token_s": first_token_s, "cpu_s": cpu_s, "phases": phases, "memory": memory}
+    return {"first_token_s": first_token_s, "phases": phases, "processes": found}
 
 
 def wait_for_token(program: subprocess.Popen[bytes], port: int) -> float:
@@ -77,14 +77,15 @@ def wait_for_token(program: subprocess.Popen[bytes], port: int) -> float:
                 answer.read()
                 return time.monotonic()
         except OSError:
-            time.sleep(0.005)
+            time.sleep(0.02)
     raise SystemExit("the server was not ready in time")
 
 
-def memory_of(process: psutil.Process) -> dict[str, Any]:
+def state_of(process: psutil.Process) -> dict[str, Any]:
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", Path(f"/proc/{process.pid}/smaps_rollup").read_text(), re.MULTILINE))
     return {
         "process": " ".join(process.cmdline()[1:5])[:60] or process.name(),
+        "cpu_s": sum(process.cpu_times()[:2]),
         **{f"{name.lower()}_mib": int(sizes[name]) * 1024 / MIB for name in ("Rss", "Pss", "Anonymous")},
     }
 
@@ -117,16 +118,16 @@ def main() -> None:
 
 
 def show(name: str, samples: list[dict[str, Any]]) -> None:
-    def median(figure: str) -> float:
-        return statistics.median(sample[figure] for sample in samples)
-
-    print(f"{name}: first token after {median('first_token_s'):.2f} s, {median('cpu_s'):.2f} s of processor time")
-    for phase in samples[-1]["phases"]:
+    first_token_s = statistics.median(sample["first_token_s"] for sample in samples)
+    cpu_s = statistics.median(sum(each["cpu_s"] for each in sample["processes"]) for sample in samples)
+    print(f"{name}: first token after {first_token_s:.2f} s, {cpu_s:.2f} s of processor time")
+    last = samples[-1]
+    for phase in last["phases"]:
         print(f"  {statistics.median(each['phases'].get(phase, 0.0) for each in samples):7.3f} s  {phase}")
-    for process in samples[-1]["memory"]:
+    for process in last["processes"]:
         sizes = ", ".join(f"{process[f'{kind}_mib']:.0f} MiB {kind}" for kind in ("pss", "anonymous", "rss"))
-        print(f"  {process['process']}: {sizes}")
-    print(f"  in all: {sum(process['pss_mib'] for process in samples[-1]['memory']):.0f} MiB")
+        print(f"  {process['process']}: {process['cpu_s']:.2f} s of processor time, {sizes}")
+    print(f"  in all: {sum(process['pss_mib'] for process in last['processes']):.0f} MiB")
 
 
 if __name__ == "__main__":

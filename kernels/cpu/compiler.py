@@ -52,7 +52,7 @@ BASE_FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
     "-fno-plt", "-fvisibility=hidden", "-pthread",
 )  # fmt: skip
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--as-needed")
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 
 
 class BuildError(Exception):

@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 LARGE = {"torch", "transformers", "triton"}
+FOLLOWING = {"huggingface-hub", "safetensors", "tokenizers"}
+"""The installed transformers allows few versions of these."""
 EXTRAS = ("engine",)
 FOR_TESTS = (
     "pytest",
@@ -45,7 +47,8 @@ def requirements(which: str) -> list[str]:
         if each.name in LARGE:
             continue
         (lowest,) = [spec.version for spec in each.specifier if spec.operator == ">="]
-        asked.append(f"{each.name}=={lowest}" if which == "lowest" else f"{each.name}{each.specifier}")
+        is_pinned = which == "lowest" and each.name not in FOLLOWING
+        asked.append(f"{each.name}=={lowest}" if is_pinned else f"{each.name}{each.specifier}")
     return asked
 
 
