@@ -32,6 +32,7 @@ from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
+from headrace.ipc.process.gc_pauses import no_collections
 
 if TYPE_CHECKING:
     from headrace.executor.placement.base import Executor
@@ -108,7 +109,8 @@ class EngineCore:
         phases("import")
         for check in (scheduler_class, profile_folder, check_stored_format):  # fail before a model is loaded
             check(self._options)
-        executor = self._executor = self._executor or load_executor(self._options)
+        with no_collections():  # torch is imported
+            executor = self._executor = self._executor or load_executor(self._options)
         steps_in_flight(self._options, executor)
         description = executor.describe(phases)
         plan = resolve(self._options, description)
