@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -44,14 +45,14 @@ def serving_here(
     null_model: dict[str, Any] | None = None,
     *,
     logs_stats: bool = False,
+    folder: Path | None = None,
     **engine_options: Any,
 ) -> Iterator[ServerHere]:
-    """Runs a server with a null engine. null_model: fields of NullModel; logs_stats: whether it logs the engine's load,
-    as one of several processes does."""
+    """Runs a server with a null engine, or with the model of a folder. null_model: fields of NullModel; logs_stats:
+    whether it logs the engine's load, as one of several processes does."""
     overrides = {"vocab_size": VOCAB_SIZE, **(null_model or {})}
-    engine = EngineThread(
-        parse_options(model=MODEL, distributed_executor_backend=BACKEND, hf_overrides=overrides, **engine_options)
-    )
+    null = {"model": MODEL, "distributed_executor_backend": BACKEND, "hf_overrides": overrides}
+    engine = EngineThread(parse_options(**(null if folder is None else {"model": str(folder)}), **engine_options))
     options = options or ServeOptions(port=0)
     session, ready = _Watched(engine), threading.Event()
     sock = listen(options)

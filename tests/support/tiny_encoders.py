@@ -93,3 +93,32 @@ def save_encoder(name: str, folder: Path, end: str = "Model", seed: int = 0, **c
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.2 * noise)
     model.save_pretrained(folder)
     return folder
+
+
+def make_pair_tokenizer(
+    folder: Path, begin: str, between: tuple[str, ...], end: str, words: tuple[str, ...] = ()
+) -> Any:
+    """Writes a tokenizer of single letters (and `words`) that joins pairs with special tokens: `begin` A `between` B
+    `end`; with one token between them, as BERT's does, B and its end have token type 1. Returns transformers' own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,!?<>:|_\"'/"
+    special = [begin, "<pad>", end, "<unk>"]
+    vocab = {
+        token: index for index, token in enumerate([*special, *words, *letters, *(f"##{each}" for each in letters)])
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>", max_input_chars_per_word=1000))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    second = 1 if len(between) == 1 else 0
+    joined = " ".join([f"{begin}:0", "$A:0", *(f"{each}:0" for each in between), f"$B:{second}", f"{end}:{second}"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin}:0 $A:0 {end}:0",
+        pair=joined,
+        special_tokens=[(each, vocab[each]) for each in dict.fromkeys((begin, *between, end))],
+    )
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, cls_token=begin, sep_token=end, pad_token="<pad>", unk_token="<unk>",
+        additional_special_tokens=[word for word in words if word.startswith("<|")],
+    )  # fmt: skip
+    made.save_pretrained(folder)
+    return made

@@ -127,7 +127,7 @@ def tokenize_texts(
     token_ids: list[Sequence[int]] = []
     batch: list[str] = []
     for text in texts:
-        _check_text(text, tokenizer, max_tokens, param)
+        check_text(text, tokenizer, max_tokens, param)
         batch.append(text)
         if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
             token_ids += map(packed, tokenizer.encode_batch(batch, special))
@@ -164,7 +164,7 @@ def check_unicode(text: str) -> None:
         raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
 
 
-def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+def check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
     if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
         raise _too_long(
             param,

@@ -20,7 +20,7 @@ from headrace.frontend.http.server.errors import ApiError, ContextLengthError, b
 from headrace.frontend.http.server.generation import Job, PreparedRequest
 from headrace.frontend.request.checks import NO_TOKENS, check_token_ids
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut_to_pool
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool
 from headrace.frontend.request.prompts import Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
@@ -128,7 +128,7 @@ def prepare_embedding(
     salt, id = cache_salt(request, tenant), f"embd-{name}"
     for index, prompt in enumerate(prompts):
         prompt.cache_salt = salt
-        _check(prompt, params, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
+        check_prompt(prompt, params, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
     jobs = [
         Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, NO_TOKENS, request.priority or 0, pooling=params)
         for index, prompt in enumerate(prompts)
@@ -144,7 +144,7 @@ def _prompts(
     options: ServeOptions,
     welcome: Welcome,
 ) -> list[Prompt]:
-    items = _items(request.input)
+    items = items_of(request.input)
     request.input = ""  # frees it: it may be large, and is not read again
     if len(items) > options.max_prompts:
         raise bad_field("input", f"{len(items)} inputs; this server takes at most {options.max_prompts} at once")
@@ -153,8 +153,7 @@ def _prompts(
         prompts = [Prompt(token_ids=packed(each)) for each in items]
         cut_to_pool(prompts, [params] * len(prompts), tokenizer, how, welcome)
         return prompts
-    pooling = welcome.pooling
-    texts = [each.lower() if pooling is not None and pooling.lower_case else each for each in items]
+    texts = [as_pooled(each, welcome, "embed") for each in items]
     most = welcome.max_model_len * (1 if request.truncate_prompt_tokens is None else MOST_TRUNCATED)
     special = request.add_special_tokens is not False
     encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=most, param="input")
@@ -163,7 +162,7 @@ def _prompts(
     return prompts
 
 
-def _items(given: Any) -> list[Any]:
+def items_of(given: Any) -> list[Any]:
     """A list of texts or of lists of token ids."""
     if isinstance(given, str):
         given = [given]
@@ -185,7 +184,7 @@ def _items(given: Any) -> list[Any]:
     return found
 
 
-def _check(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
+def check_prompt(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
     """Raises ApiError for a tokenised prompt that the engine cannot take."""
     num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
     if params.truncate_prompt_tokens == 0:

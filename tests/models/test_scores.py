@@ -1,0 +1,148 @@
+"""Scores and classes of texts, beside transformers: pairs with token types, two separators, truncation, yes or no."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+import torch
+import transformers
+from server_here import serving_here
+from test_embed import as_sentence_folder
+from tiny_encoders import make_pair_tokenizer, save_encoder
+
+from headrace import LLM, InvalidRequestError
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
+QUERY = "Who wrote Faust?"
+DOCUMENTS = ["Goethe wrote Faust.", "The sky is blue", "a", "word " * 30]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_encoder("bert", tmp_path_factory.mktemp("bert"), "ForSequenceClassification", num_labels=1)
+    make_pair_tokenizer(folder, "[CLS]", ("[SEP]",), "[SEP]")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def xlm_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_encoder("xlm_roberta", tmp_path_factory.mktemp("xlmr"), "ForSequenceClassification", num_labels=1)
+    make_pair_tokenizer(folder, "<s>", ("</s>", "</s>"), "</s>")
+    return folder
+
+
+def expected(folder: Path, pairs: list[tuple[str, str]], **how: Any) -> list[float]:
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for pair in pairs:
+        encoded = tokenizer(*pair, return_tensors="pt", return_token_type_ids=True, **how)
+        with torch.inference_mode():
+            found.append(float(model(**encoded).logits.sigmoid()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta"])
+def test_a_cross_encoder_scores_pairs_as_its_tokenizer_joins_them(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        found = [output.outputs.score for output in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+        assert found == pytest.approx(expected(folder, [(QUERY, each) for each in DOCUMENTS]), abs=1e-5)
+        assert [llm.score(QUERY, each, use_tqdm=False)[0].outputs.score for each in DOCUMENTS] == found, "alone"
+        cut = llm.score(QUERY, DOCUMENTS, truncate_prompt_tokens=40, use_tqdm=False)
+        wanted = expected(folder, [(QUERY, each) for each in DOCUMENTS], truncation=True, max_length=40)
+        assert [output.outputs.score for output in cut] == pytest.approx(wanted, abs=1e-5)
+        assert max(len(output.prompt_token_ids) for output in cut) == 40
+        with pytest.raises(InvalidRequestError, match="either 1:1, 1:N or N:N; data_1 has 2 texts and data_2 4"):
+            llm.score(["a", "b"], DOCUMENTS, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match=r"data_2 must be a text or a list of at least one, not \[\]"):
+            llm.score("a", [], use_tqdm=False)
+
+
+def test_embeddings_are_compared_where_there_is_no_classifier(tmp_path: Path) -> None:
+    save_encoder("bert", tmp_path)
+    make_pair_tokenizer(tmp_path, "[CLS]", ("[SEP]",), "[SEP]")
+    as_sentence_folder(tmp_path, {"word_embedding_dimension": 64, "pooling_mode": "mean"})
+    prompts = {"prompts": {"query": "ask: "}, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with LLM(str(tmp_path), in_process=True, **ENGINE) as llm:
+        one, *others = (torch.tensor(each.outputs.embedding) for each in llm.embed([QUERY, *DOCUMENTS], use_tqdm=False))
+        (plain,) = llm.embed([{"prompt_token_ids": llm.get_tokenizer().encode(f"ask: {QUERY}")}], use_tqdm=False)
+        assert torch.equal(torch.tensor(plain.outputs.embedding), one), "behind the default prompt"
+        found = [output.outputs.score for output in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+        assert found == pytest.approx([float(one @ each) for each in others], abs=1e-6)
+
+
+def test_a_reranker_that_answers_yes_or_no_is_known_by_its_name(tmp_path: Path) -> None:
+    folder = tiny_models.save("qwen3", tmp_path / "Qwen3-Reranker-tiny", tie_word_embeddings=True)
+    words = ("yes", "no", "<|im_start|>", "<|im_end|>")
+    tokenizer = make_pair_tokenizer(folder, "<s>", ("</s>",), "</s>", words)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    begin = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    end = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    task = "Given a web search query, retrieve relevant passages that answer the query"
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    wanted = []
+    for document in DOCUMENTS[:3]:
+        texts = (begin, f"<Instruct>: {task}\n<Query>: {QUERY}\n<Document>: {document}", end)
+        ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        wanted.append(float(logits[[no, yes]].softmax(0)[1]))
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        outputs = llm.score(QUERY, DOCUMENTS[:3], use_tqdm=False)
+        assert [output.outputs.score for output in outputs] == pytest.approx(wanted, abs=1e-5)
+        assert outputs[-1].num_cached_tokens > 0, "documents of a query share its tokens"
+
+
+@pytest.fixture(scope="module")
+def client(bert: Path) -> Iterator[httpx.Client]:
+    with serving_here(folder=bert, dtype="float32", max_num_seqs=8) as server, server.client() as client:
+        yield client
+
+
+def test_routes_of_scores(client: httpx.Client, bert: Path) -> None:
+    wanted = expected(bert, [(QUERY, each) for each in DOCUMENTS])
+    for path, names in (("/score", ("queries", "documents")), ("/v1/score", ("text_1", "text_2"))):
+        answer = client.post(path, json=dict(zip(names, (QUERY, DOCUMENTS), strict=True))).json()
+        assert [item["score"] for item in answer["data"]] == pytest.approx(wanted, abs=1e-5)
+        assert {"id", "object", "created", "model", "data", "usage"} == answer.keys()
+    order = sorted(range(4), key=lambda index: -wanted[index])
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = client.post(path, json={"query": QUERY, "documents": [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]}).json()
+        assert [item["index"] for item in answer["results"]] == order
+        assert answer["results"][0]["document"] == {"text": DOCUMENTS[order[0]]}
+    best = client.post("/rerank", json={"query": QUERY, "documents": DOCUMENTS, "top_n": 1, "return_documents": False})
+    assert [item["index"] for item in best.json()["results"]] == order[:1]
+    assert "document" not in best.json()["results"][0]
+    classes = client.post("/classify", json={"input": DOCUMENTS[:2]}).json()["data"]
+    assert [(item["label"], item["num_classes"]) for item in classes] == [("LABEL_0", 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"queries": "a"}, "documents"),
+        ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "queries"),
+        ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "queries"),
+        ("/score", {"queries": "a", "documents": []}, "documents"),
+        ("/score", {"queries": "a", "documents": "word " * 400}, "documents[0]"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b", {"url": "c"}]}, "documents[1]"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/classify", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": "a"}, "model"),
+    ],
+)
+def test_bad_input_is_named(client: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    answer = client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
