@@ -207,7 +207,9 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _missing(error: ImportError) -> OptionError:
-    return OptionError(f"otlp_traces_endpoint needs OpenTelemetry: pip install 'headrace[otel]' ({error})")
+    return OptionError(
+        f"otlp_traces_endpoint needs OpenTelemetry: in Headrace's clone, pip install '.[otel]' ({error})"
+    )
 
 
 def _ns(seconds: float) -> int:
