@@ -95,33 +95,38 @@ def _mamba2(name: str, last: str, tensor: Tensor, blk: str, config: Config) -> I
         yield name, tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
 
-def _delta(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """Qwen 3 Next's projections become two, and Qwen 3.5's heads of values use those of keys in turn."""
+def in_turn(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """A tensor of gated delta networks with the heads of values in an order in which they use those of keys in turn."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    columns = keys * config["linear_key_head_dim"]
+    columns = 2 * keys * config["linear_key_head_dim"]
 
     def turned(tensor: Tensor) -> Tensor:
         """tensor [heads * n, ...]"""
-        if arch == "qwen3next":
-            return tensor
         return tensor.unflatten(0, (keys, heads // keys, -1)).transpose(0, 1).flatten(0, 2)
 
+    if name.endswith(("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+        return torch.cat([tensor[:columns], turned(tensor[columns:])])
+    if name.endswith("linear_attn.out_proj.weight"):
+        return turned(tensor.T).T
+    of_heads = ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight")
+    return turned(tensor) if name.endswith(tuple(f"linear_attn.{each}" for each in of_heads)) else tensor
+
+
+def _delta(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """Qwen 3 Next's projections become two, and Qwen 3.5's heads of values use those of keys in turn."""
+    if arch != "qwen3next":
+        tensor = in_turn(name, tensor, config)
     if name.endswith("in_proj_qkvz.weight"):
-        inner = heads // keys * config["linear_value_head_dim"]
-        sizes = (config["linear_key_head_dim"],) * 2 + (inner, inner)
-        *mixed, gate = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, dim=1))
+        keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        inner = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+        parts = tensor.unflatten(0, (keys, -1)).split((size, size, inner, inner), dim=1)
+        *mixed, gate = (part.flatten(0, 1) for part in parts)
         yield f"{blk}attn_qkv.weight", torch.cat(mixed)
         yield f"{blk}attn_gate.weight", gate
     elif last == "A_log":
-        yield f"{blk}ssm_a", -turned(tensor).exp()
+        yield f"{blk}ssm_a", -tensor.exp()
     elif last == "dt_bias":
-        yield f"{blk}ssm_dt.bias", turned(tensor)
-    elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-        yield name, torch.cat([tensor[: 2 * columns], turned(tensor[2 * columns :])])
-    elif name.endswith(("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight")):
-        yield name, turned(tensor)
-    elif name.endswith("out_proj.weight"):
-        yield name, turned(tensor.T).T
+        yield f"{blk}ssm_dt.bias", tensor
     else:
         yield name, tensor
 
