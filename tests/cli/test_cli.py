@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import headrace
-from headrace.core.process import supervisor
+from headrace.core.process import child
 from headrace.frontend.cli.commands.demo import figures
 from headrace.frontend.cli.main import commands, main
 from headrace.frontend.request.outputs import RequestMetrics
@@ -177,7 +177,7 @@ def test_a_wrong_sampling_value_is_found_before_an_engine_is_started(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr(supervisor, "start_engine", start)
+    monkeypatch.setattr(child, "start_engine", start)
     name, *rest = command.split()
     assert main([name, *rest]) == 2
     error = capsys.readouterr().err
