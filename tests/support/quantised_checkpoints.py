@@ -278,12 +278,15 @@ def modelopt(algorithm: str) -> tuple[dict[str, Any], Writer]:
 
 def modelopt_mixed(num_layers: int = 4) -> tuple[dict[str, Any], Writer]:
     """Attention in FP8, and the FFN in NVFP4."""
-    settings = {"self_attn": {"quant_algo": "FP8"}, "mlp": {"quant_algo": "NVFP4", "group_size": 16}}
+    settings: dict[str, dict[str, Any]] = {
+        "self_attn": {"quant_algo": "FP8"},
+        "mlp": {"quant_algo": "NVFP4", "group_size": 16},
+    }
     modules = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     layers = {f"model.layers.{n}.{each}": settings[each.split(".")[0]] for n in range(num_layers) for each in modules}
 
     def writer(module: str, weight: Tensor) -> Written:
-        return modelopt(layers[module]["quant_algo"])[1](module, weight)  # type: ignore[arg-type]
+        return modelopt(layers[module]["quant_algo"])[1](module, weight)
 
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, writer
 
