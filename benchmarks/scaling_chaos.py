@@ -56,6 +56,9 @@ STARTS_WITHIN_S, STREAM_TAKES_S, SCALING_TAKES_S, ENDS_WITHIN_S = 120.0, 240.0, 
 BETWEEN_KILLS_S, BETWEEN_SCALINGS_S, DRAINS_S = (0.5, 4.0), (0.0, 3.0), (0.2, 4.0)
 LET_BE, TWICE, FOLDER_AWAY, ALL_AT_ONCE = 0.35, 0.15, 0.1, 0.05
 """Shares of scalings without a kill meanwhile, of two at once, of those whose engines cannot start; of kills of all."""
+MOST_WHILE_NONE_SERVES = 3
+"""Kills in a row while no engine serves: on a busy machine an engine starts for half a minute, and a server gives up
+one that has died ten times in a row (RESTARTS), which is its last one then."""
 AWAY_S = 3.0
 """How long the model's folder is away, at most."""
 SETTLED_S = 3.0
@@ -184,6 +187,8 @@ class Chaos:
         self._wanted: list[int] = []
         """Sizes of the scalings under way."""
         self._killed_s = 0.0
+        self._while_none_serves = 0
+        """Times in a row that there was nobody who serves."""
         self.counts: Counter[str] = Counter()
         self.took_s: list[float] = []
         self.bad: list[dict[str, Any]] = []
@@ -210,6 +215,9 @@ class Chaos:
     def _strike(self, serving: dict[int, bool]) -> None:
         engines = self._service.engines()
         staying = [pid for pid in engines if serving.get(pid)]
+        self._while_none_serves = 0 if staying else self._while_none_serves + 1
+        if self._while_none_serves > MOST_WHILE_NONE_SERVES:
+            return
         if self._service.restarts and self._numbers.random() < ALL_AT_ONCE:
             kind, victims = "all engines at once", engines
         else:
