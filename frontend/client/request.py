@@ -135,13 +135,8 @@ class SequenceState:
 
     def read(self, *, delta: bool, tokenizer: Tokenizer | None) -> CompletionOutput:
         """The whole output so far, or with `delta` only what is new since the last call."""
-        if self.finish_reason is None and self.stops is None and self.detokenizer is not None:
-            self._new_text.append(self.detokenizer.extend(self.token_ids[self.num_text_tokens :]))
-            self.num_text_tokens = len(self.token_ids)
-        text = "".join(self._new_text)
-        self._new_text.clear()
-        start, self._num_read = (self._num_read if delta else 0), len(self.token_ids)
-        self._end_read = self.finish_reason is not None
+        start = self._num_read if delta else 0
+        text = self.read_text()
         if not delta:
             self._text = text = self._text + text
         logprobs = None
@@ -162,6 +157,20 @@ class SequenceState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def read_text(self) -> str:
+        """The text that is new since the last call: `read` for who needs nothing else."""
+        text, token_ids = "", self.token_ids
+        if self._new_text:
+            text = "".join(self._new_text)
+            self._new_text.clear()
+        if self.finish_reason is not None:
+            self._end_read = True
+        elif self.stops is None and self.detokenizer is not None:
+            text += self.detokenizer.extend(token_ids[self.num_text_tokens :])
+            self.num_text_tokens = len(token_ids)
+        self._num_read = len(token_ids)
+        return text
 
     @property
     def told_logprobs(self) -> SampleLogprobs:

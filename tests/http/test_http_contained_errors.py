@@ -7,7 +7,7 @@ from server_here import serving_here
 
 from headrace.frontend.client.request_metrics import RequestMeter
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
-from headrace.frontend.http.server.generation import Running
+from headrace.frontend.http.server.generation import PreparedRequest
 
 
 def fail(*arguments: object) -> None:
@@ -32,7 +32,7 @@ def test_an_error_at_a_requests_end_ends_the_http_request(streams: bool, monkeyp
     with serving_here(null_model={"fail_token_id": 13}) as server, server.client() as client:
         body = {"model": "null", "prompt": [5, 13], "max_tokens": 4, "stream": streams}
         with monkeypatch.context() as patched:
-            patched.setattr(Running, "_named", fail)
+            patched.setattr(PreparedRequest, "_named", fail)
             answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 500 or (streams and answer.status_code == 200)
         assert "ZeroDivisionError: in the server" in answer.text

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob
 from headrace.frontend.http.apis.openai.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.conversation import as_chat
-from headrace.frontend.http.apis.responses.run import _Turn
+from headrace.frontend.http.apis.responses.run import TurnAnswer
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 
 END = "STOPHERE"
@@ -584,7 +584,7 @@ def test_a_file_keeps_responses_beyond_the_servers_end(tmp_path):
 
 def test_text_that_is_read_together_with_reasoning_keeps_its_log_probabilities():
     """As on a busy machine, where both come at once."""
-    turn = object.__new__(_Turn)
+    turn = object.__new__(TurnAnswer)
     turn._untold = [TokenLogprob(each, -1.0, None, []) for each in ("<think>", "h", "m", "</think>", "ye", "s", " pen")]
     assert turn._take_logprobs("hm")
     assert [each.token for each in turn._take_logprobs("yes")] == ["ye", "s"]

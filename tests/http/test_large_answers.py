@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,9 @@ import numpy as np
 import pytest
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.apis.openai import bodies
+from headrace.frontend.http.apis.openai import answer as answers
+from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, encoded, prompt_is_told
 from headrace.frontend.http.apis.openai.bodies import (
-    _PIECE_BYTES,
     AssistantMessage,
     ChatChoice,
     ChatLogprobs,
@@ -30,12 +29,10 @@ from headrace.frontend.http.apis.openai.bodies import (
     TokenLogprob,
     TopLogprob,
     Usage,
-    encoded,
-    prompt_is_told,
 )
 from headrace.frontend.http.server import event_stream
 from headrace.frontend.http.server.event_stream import EventStream, KeepAlive
-from headrace.frontend.http.server.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
+from headrace.frontend.http.server.generation import INLINE_TOKENS, Answer, Generator, PreparedRequest
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
@@ -56,7 +53,7 @@ def rows(count: int, width: int = 3) -> LogprobRows:
     )
 
 
-class Answer:
+class NotesThread(Answer):
     """Notes the thread in which it is written."""
 
     def whole(self) -> list[bytes]:
@@ -77,10 +74,11 @@ def test_a_large_answer_is_written_in_another_thread(num_tokens: int, params: di
     stream.sequences[0].token_ids += [7] * num_tokens
     if "prompt_logprobs" in params:
         stream.add_prompt_logprobs(rows(199))
-    prepared = PreparedRequest(engine=None, jobs=[], answer=Answer(), streams=False)
+    prepared = PreparedRequest(None, "r", [], [], NotesThread())
+    prepared.streams = [stream]
     with ThreadPoolExecutor(1, thread_name_prefix="pool") as threads:
         generator = Generator(KeepAlive(1.0), 0.0, None, None, threads)
-        (name,) = asyncio.run(generator._whole(prepared, [stream]))
+        (name,) = asyncio.run(generator._whole(prepared))
     assert name.startswith(b"pool") == is_large
 
 
@@ -91,16 +89,17 @@ def test_what_a_large_answer_told_is_dropped_where_it_was_written() -> None:
     sequence.token_ids += [0] * 2000
     sequence.logprob_rows += [(rows(2000), nth) for nth in range(2000)]
 
-    class Reads(Answer):
+    class Reads(NotesThread):
         def whole(self) -> list[bytes]:
             sequence.read(delta=False, tokenizer=None)
             assert len(stream.prompt_logprobs or ()) == 200
             assert len(sequence.told_logprobs) == 2000
             return super().whole()
 
-    prepared = PreparedRequest(engine=None, jobs=[], answer=Reads(), streams=False)
+    prepared = PreparedRequest(None, "r", [], [], Reads())
+    prepared.streams = [stream]
     with ThreadPoolExecutor(1) as threads:
-        asyncio.run(Generator(KeepAlive(1.0), 0.0, None, None, threads)._whole(prepared, [stream]))
+        asyncio.run(Generator(KeepAlive(1.0), 0.0, None, None, threads)._whole(prepared))
     assert not stream.prompt_logprobs
     assert not sequence.told_logprobs
 
@@ -140,14 +139,14 @@ def test_a_response_in_pieces_is_what_it_is_in_one(
 def test_no_call_writes_more_than_a_few_hundred_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one call writes, nobody else can interrupt."""
     longest = []
-    encode = bodies._encode
+    encode = answers._encode
 
     def watched(value: Any) -> bytes:
         written = encode(value)
         longest.append(len(written))
         return written
 
-    monkeypatch.setattr(bodies, "_encode", watched)
+    monkeypatch.setattr(answers, "_encode", watched)
     for make in (completion, chat):
         for shape in ((1, 20_000), (700, 20)):
             encoded(make(*shape))
@@ -170,8 +169,7 @@ def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() 
 
 def test_a_request_that_has_ended_waits_for_no_garbage_collection() -> None:
     async def run() -> weakref.ref[RequestStream]:
-        client = types.SimpleNamespace(welcome=None)
-        running = Running(types.SimpleNamespace(client=client), [], None, "")
+        running = PreparedRequest(None, "r", [], [], Answer())
         stream = stream_of(3)
         stream.listener = running
         running.streams.append(stream)

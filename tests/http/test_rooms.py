@@ -23,7 +23,7 @@ import msgspec
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.http.server.access import Access
-from headrace.frontend.http.server.generation import Job, PreparedRequest
+from headrace.frontend.http.server.generation import Answer, PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, post
 
 
@@ -37,12 +37,9 @@ class EchoResponse(msgspec.Struct):
     echo: str
 
 
-class EchoAnswer:
-    def attach(self, streams):
-        self._streams = streams
-
+class EchoAnswer(Answer):
     def whole(self):
-        (stream,) = self._streams
+        (stream,) = self.streams
         output = stream.sequences[0].read(delta=False, tokenizer=stream.tokenizer)
         return [msgspec.json.encode(EchoResponse(output.text))]
 
@@ -50,8 +47,8 @@ class EchoAnswer:
 async def echo(state, exchange):
     def prepare(request, engine, name):
         token_ids = engine.client.tokenizer.encode(request.text, False)
-        job = Job(name, Prompt(text=request.text, token_ids=token_ids), SamplingParams(max_tokens=3), 0)
-        return PreparedRequest(engine=engine, jobs=[job], answer=EchoAnswer(), streams=False)
+        prompt, params = Prompt(text=request.text, token_ids=token_ids), SamplingParams(max_tokens=3)
+        return PreparedRequest(engine, name, [prompt], [params], EchoAnswer())
 
     await state.generate(exchange, lambda body: state.decoder.decode(body, EchoRequest), prepare)
 

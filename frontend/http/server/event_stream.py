@@ -12,11 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.server.connection import Connection
 from headrace.ipc.failure import let_interrupts_pass
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.server.generation import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +44,6 @@ class StreamForm(NamedTuple):
 EVENTS = StreamForm(HEADERS, KEEP_ALIVE)
 
 
-class Chunks(Protocol):
-    """Encodes one kind of response as stream events."""
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        """The events with the new part of one output; empty if it cannot be sent yet."""
-        ...
-
-    def end(self) -> bytes:
-        """The events after the end of the last output."""
-        ...
-
-    def failure(self, error: BaseException) -> bytes:
-        """The last event of a stream that failed."""
-        ...
-
-
 class Silent(Protocol):
     """A stream that keep-alive comments hold open while it writes nothing."""
 
@@ -68,8 +55,8 @@ class Silent(Protocol):
 class EventStream:
     """Writes the events of one or more requests to one connection. Everything happens in the engine client's loop."""
 
-    def __init__(self, connection: Connection, chunks: Chunks, form: StreamForm = EVENTS) -> None:
-        self._connection, self._chunks, self._form = connection, chunks, form
+    def __init__(self, connection: Connection, answer: Answer) -> None:
+        self._connection, self._answer = connection, answer
         self._streams: Sequence[RequestStream] = ()
         self._choices: list[tuple[RequestStream, SequenceState]] = []  # outputs whose end has not been sent
         self._is_open = False
@@ -101,11 +88,7 @@ class EventStream:
             return
         if len(self._streams) == 1:
             self._flush()
-        else:  # other requests of this connection may have output of the same step
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
+        elif not self._is_flush_due:  # other requests of this connection may have output of the same step
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -117,8 +100,8 @@ class EventStream:
                 self._flush()
 
     def keep_alive(self) -> None:
-        if self._is_open and self._form.keep_alive and not self._connection.congested:
-            self._write(self._form.keep_alive)
+        if self._is_open and self._answer.form.keep_alive and not self._connection.congested:
+            self._write(self._answer.form.keep_alive)
 
     def _flush(self) -> None:
         self._is_flush_due = False
@@ -130,10 +113,16 @@ class EventStream:
             let_interrupts_pass(error)
             logger.exception("an event could not be written")
             self._error = self._error or error
-            self._write(self._chunks.failure(error))
+            self._write(self._answer.failure(error))
             self._finish()
 
     def _write_news(self) -> None:
+        if len(self._choices) == 1 and self._error is None:
+            ((stream, sequence),) = self._choices
+            if sequence.finish_reason is None:  # as mostly, there is nothing to weigh
+                if sequence.has_news() and (data := self._answer.delta(stream, sequence)):
+                    self._write(data)
+                return
         parts: list[bytes] = []
         ended = []
         end_s = time.monotonic() + TURN_S
@@ -144,7 +133,7 @@ class EventStream:
                 self._loop.call_later(TURN_S, self._flush)  # other requests may need several turns of the loop
                 break
             stream, sequence = choice
-            if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
+            if sequence.has_news() and (data := self._answer.delta(stream, sequence)):
                 parts.append(data)
                 if sequence.finish_reason is not None:
                     ended.append(choice)
@@ -152,9 +141,9 @@ class EventStream:
             gone = set(map(id, ended))
             self._choices = [choice for choice in self._choices if id(choice) not in gone]
         if self._error is not None:
-            parts.append(self._chunks.failure(self._error))
+            parts.append(self._answer.failure(self._error))
         elif not self._choices:
-            parts.append(self._chunks.end())
+            parts.append(self._answer.end())
         else:
             if parts:
                 self._write(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -1,12 +1,13 @@
 """Runs one HTTP request's prompts on an engine: submits them, waits until they end or the client leaves, and answers.
 
-A client that leaves, a deadline that passes and a server that stops all end a request through `Running.abort`.
+A client that leaves, a deadline that passes and a server that stops all end a request through `PreparedRequest.abort`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -16,14 +17,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.api.beam_search import BeamSearchParams
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request import RequestListener, RequestStream, SequenceState
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.server.errors import SPELLINGS, ApiError, as_api_error, respelt
-from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
+from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.server.exchange import Exchange, Receive, send_pieces
 from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.request_log import note
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Receives the events of a `Running`'s engine requests, in the engine client's event loop."""
+    """Receives the events of a `PreparedRequest`'s engine requests, in the engine client's event loop."""
 
     def on_step(self, stream: RequestStream) -> None: ...
 
@@ -62,86 +62,104 @@ HOLD_S = 1.0
 """How long a stream's status line waits for the first output, so that an early error gets its HTTP status."""
 
 
-class Job(msgspec.Struct):
-    """One prompt to run; `name` is its request id at the engine."""
+class Answer:
+    """How the answer to a request is written: whole or, where an API streams, as the events of a stream."""
 
-    name: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
-    affinity: Affinity = ANYWHERE
-    pooling: PoolingParams | None = None
-    """Set if the prompt's hidden states are pooled instead."""
-
-
-class ResponseText(Chunks, Protocol):
-    """Writes a response, either whole or as the events of a stream."""
+    form: StreamForm = EVENTS
+    """The format of a streamed answer."""
+    streams: Sequence[RequestStream] = ()
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
-        """Called first, with the streams of the submitted jobs, in the order of the jobs."""
-        ...
+        """Called first, with the streams of the submitted prompts, in their order."""
+        self.streams = streams
 
     def whole(self) -> list[bytes]:
-        """The whole response, in consecutive pieces."""
-        ...
+        """The whole response, in consecutive pieces, once all streams have ended."""
+        raise NotImplementedError
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        """The events with the new part of one output; empty if it cannot be sent yet."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """The events after the end of the last output."""
+        raise NotImplementedError
+
+    def failure(self, error: BaseException) -> bytes:
+        """The last event of a stream that failed."""
+        raise NotImplementedError
 
 
-class PreparedRequest(msgspec.Struct):
-    """A request that was decoded, checked and tokenised: its jobs, their engine, and what writes the response."""
+class PreparedRequest(RequestListener):
+    """A request that was decoded, checked and tokenised, ready to run: what its prompts are, and what writes the
+    response. A `Generator` runs it; an error of one prompt ends it."""
 
-    engine: Engine
-    jobs: list[Job]
-    answer: ResponseText
-    streams: bool
-    form_field: str = "structured_outputs"
-    """The field in which the request asks for structured output: error messages name it."""
-    selection: OutputSelection | None = None
-    """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
-    form: StreamForm = EVENTS
-    """The format of a streamed response."""
-
-
-class Running(RequestListener):
-    """The submitted jobs of one HTTP request. An error of one ends them all."""
-
-    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, form_field: str) -> None:
-        """form_field: see PreparedRequest. Raises EngineDeadError if the engine is gone."""
-        if engine.client is None:  # it has gone since the request was prepared
-            raise EngineDeadError("the engine is not running")
-        self.engine, self._jobs, self._facts = engine, jobs, engine.client
-        self._pool, self._form_field = pool, form_field
+    def __init__(
+        self,
+        engine: Engine,
+        id: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        answer: Answer,
+        *,
+        streams: bool = False,
+        priority: int = 0,
+        affinity: Affinity = ANYWHERE,
+    ) -> None:
+        """id: of the request at the engine; several prompts have it with their number. params: one for each prompt.
+        streams: the answer is sent as events."""
+        self.engine, self.id, self.prompts, self.params, self.answer = engine, id, prompts, params, answer
+        self.is_streamed, self.priority, self.affinity = streams, priority, affinity
+        self.form_field = "structured_outputs"
+        """The field in which the request asks for structured output: error messages name it."""
+        self.selection: OutputSelection | None = None
+        """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
+        # While it runs:
+        self.streams: list[RequestStream] = []
         self.error: HeadraceError | None = None
         self.events: Listener | None = None
-        self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.news: asyncio.Future[None]
         """Done at the first output, or at the end."""
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.streams: list[RequestStream] = []
-        self._num_running = len(jobs)
+        self.ended: asyncio.Future[None]
+        self._num_running = 0
+        self._search: asyncio.Task[list[RequestStream]] | None = None
 
-    async def submit(self) -> None:
-        """Submits the jobs in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
-        jobs = self._jobs
-        pace = Pace()
-        requests: list[CheckedRequest] = []
-        for index, job in enumerate(jobs):
+    async def submit(self, pool: EnginePool, pages: Pages) -> None:
+        """Submits the prompts in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
+        loop = asyncio.get_running_loop()
+        self.error, self.streams = None, []
+        self.news, self.ended = loop.create_future(), loop.create_future()
+        client = self.engine.client
+        if client is None:  # it has gone since the request was prepared
+            raise EngineDeadError("the engine is not running")
+        if self.selection is not None and self.selection.beams is not None:
+            self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
+            self._search.add_done_callback(functools.partial(self._on_found, pages))
+            return
+        pace, count, requests = Pace(), len(self.prompts), list[CheckedRequest]()
+        for index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
+            name = self.id if count == 1 else f"{self.id}-{index}"
             try:
-                requests.append(check(job.name, job.prompt, job.pooling or job.params, self._facts, job.priority))
+                requests.append(check(name, prompt, params, client, self.priority))
             except InvalidRequestError as error:
-                raise as_api_error(error, index, len(jobs)) from error
+                raise as_api_error(error, index, count) from error
             await pace.step()
-        model = self.engine.names[0]
-        for job, request in zip(jobs, requests, strict=True):
-            if request.name in self._pool:  # two clients may choose the same id; each gets its response under it
-                request = msgspec.structs.replace(request, name=f"{job.name}-{uuid.uuid4().hex}")
-            stream = self._pool.submit(request, self, model=model, affinity=job.affinity)
+        self._num_running = count
+        for request in requests:
+            if request.name in pool:  # two clients may choose the same id; each gets its response under it
+                request = msgspec.structs.replace(request, name=f"{request.name}-{uuid.uuid4().hex}")
+            stream = pool.submit(request, self, model=self.engine.names[0], affinity=self.affinity)
             follow(stream)
             self.streams.append(stream)
             await pace.step()
 
     def abort(self) -> None:
-        """Aborts the jobs that still run; the engine frees their blocks at once."""
+        """Aborts the prompts that still run; the engine frees their blocks at once."""
         if self.events is not None:
             self.events.close()
+            self.events = None
+        if self._search is not None:
+            self._search.cancel()
         for stream in self.streams:
             stream.abort()
             # Breaks reference cycles: the garbage collector runs too rarely to free them soon.
@@ -173,32 +191,25 @@ class Running(RequestListener):
         if self.events is not None:
             self.events.fail(error)
 
+    def end(self, error: HeadraceError) -> None:
+        """Ends it with this error; a stream sends it as its last event."""
+        self.error = self.error or error
+        if self.events is not None:
+            self.events.fail(error)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for each in (self.news, self.ended):
+            if not each.done():
+                each.set_result(None)
+
     def _named(self, error: HeadraceError) -> HeadraceError:
         """The same error, with fields under the names that the request's body has for them."""
         if not isinstance(error, InvalidRequestError) or error.failure is None:
             return error
-        return respelt(error, {**SPELLINGS, "structured_outputs": self._form_field})
+        return respelt(error, {**SPELLINGS, "structured_outputs": self.form_field})
 
-
-class RunningSearch(Running):
-    """Beam searches in place of one request's jobs. `streams` is filled once all searches have ended."""
-
-    def __init__(self, prepared: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, pages: Pages) -> None:
-        super().__init__(prepared.engine, prepared.jobs, pool, prepared.form_field)
-        self._beams, self._pages = beams, pages
-        self._task: asyncio.Task[list[RequestStream]] | None = None
-
-    async def submit(self) -> None:
-        searching = search(self._jobs, self._beams, self._pool, self.engine.names[0], self._facts)
-        self._task = asyncio.ensure_future(searching)
-        self._task.add_done_callback(self._on_found)
-
-    def abort(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        super().abort()
-
-    def _on_found(self, task: asyncio.Task[list[RequestStream]]) -> None:
+    def _on_found(self, pages: Pages, task: asyncio.Task[list[RequestStream]]) -> None:
         if task.cancelled():
             return
         try:
@@ -209,12 +220,10 @@ class RunningSearch(Running):
             let_interrupts_pass(error)
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
-        meter = self._pages.meter(self.engine.index)
+        meter = pages.meter(self.engine.index)
         for stream in self.streams:
             meter.on_done(stream)
-        for each in (self.news, self.ended):
-            if not each.done():
-                each.set_result(None)
+        self._wake_all()
 
 
 class Pace:
@@ -238,7 +247,7 @@ class Generator:
         """threads: encode large answers."""
         self.keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
         self._threads = threads
-        self._running: set[Running] = set()
+        self._running: set[PreparedRequest] = set()
 
     @property
     def num_running(self) -> int:
@@ -247,34 +256,23 @@ class Generator:
     def end_all(self, error: HeadraceError) -> None:
         """Ends every request with this error; streams send it as their last event."""
         for running in list(self._running):
-            running.error = running.error or error
-            if running.events is not None:
-                running.events.fail(error)
-            for each in (running.news, running.ended):
-                if not each.done():
-                    each.set_result(None)
+            running.end(error)
 
     @contextlib.asynccontextmanager
-    async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
-        """Submits jobs, and aborts them when the block is left. Raises ApiError and HeadraceError."""
-        async with self._counted(Running(engine, jobs, self._pool, form_field)) as running:
-            yield running
-
-    @contextlib.asynccontextmanager
-    async def _counted(self, running: Running) -> AsyncIterator[Running]:
+    async def running(self, prepared: PreparedRequest) -> AsyncIterator[None]:
+        """Submits a request, and aborts it when the block is left. Raises ApiError and HeadraceError."""
         self._pages.count("http_requests")
-        self._running.add(running)
-        note(running)
+        self._running.add(prepared)
+        note(prepared)
         try:
-            await running.submit()
-            yield running
+            await prepared.submit(self._pool, self._pages)
+            yield
         except QueueFullError:
-            self._pages.count_rejection(running.engine.index)
+            self._pages.count_rejection(prepared.engine.index)
             raise
         finally:
-            running.abort()
-            running.events = None
-            self._running.discard(running)
+            prepared.abort()
+            self._running.discard(prepared)
 
     @contextlib.asynccontextmanager
     async def reader(self, receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
@@ -287,8 +285,15 @@ class Generator:
                 self._pages.count("http_disconnects")
             gone.cancel()
 
-    async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> list[bytes]:
-        """The whole answer, once all streams have ended; a large one is encoded in a worker thread."""
+    async def _whole(self, prepared: PreparedRequest) -> list[bytes]:
+        """The whole answer of a request that has ended; a large one is encoded in a worker thread. Raises the error
+        that ended it."""
+        if prepared.error is not None:
+            raise prepared.error
+        streams = prepared.streams
+        if prepared.selection is not None and prepared.selection.beams is None:
+            likeliest(streams, prepared.selection.num_outputs)
+        prepared.answer.attach(streams)
         if sum(map(_num_told, streams)) <= INLINE_TOKENS:
             return prepared.answer.whole()
 
@@ -302,21 +307,9 @@ class Generator:
 
     async def complete(self, prepared: PreparedRequest) -> bytes:
         """Runs a request without a connection and returns its whole answer. Raises ApiError and HeadraceError."""
-        selection = prepared.selection
-        async with self._jobs_of(prepared) as running:
-            await running.ended
-            if running.error is not None:
-                raise running.error
-            if selection is not None and selection.beams is None:
-                likeliest(running.streams, selection.num_outputs)
-            prepared.answer.attach(running.streams)
-            return b"".join(await self._whole(prepared, running.streams))
-
-    def _jobs_of(self, prepared: PreparedRequest) -> contextlib.AbstractAsyncContextManager[Running]:
-        selection = prepared.selection
-        if selection is not None and selection.beams is not None:
-            return self._counted(RunningSearch(prepared, selection.beams, self._pool, self._pages))
-        return self.running(prepared.engine, prepared.jobs, prepared.form_field)
+        async with self.running(prepared):
+            await prepared.ended
+            return b"".join(await self._whole(prepared))
 
     def deadline_s(self) -> float | None:
         """The deadline of a request that begins now (monotonic); None without a limit."""
@@ -325,48 +318,41 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, exchange: Exchange) -> None:
         """Runs a request and sends its response. Raises ApiError and HeadraceError only while nothing has been sent."""
         deadline_s = self.deadline_s()
-        selection = prepared.selection
-        async with self.reader(exchange.receive) as gone, self._jobs_of(prepared) as running:
-            if selection is not None:
-                if not await first_of(running.ended, gone, deadline_s):
-                    return
-                if running.error is not None:
-                    raise running.error
-                if selection.beams is None:
-                    likeliest(running.streams, selection.num_outputs)
-            prepared.answer.attach(running.streams)
-            if prepared.streams:
-                await self._stream(prepared, running, exchange, gone, deadline_s)
-            elif await first_of(running.ended, gone, deadline_s):
-                if running.error is not None:
-                    raise running.error
-                await send_pieces(exchange.send, await self._whole(prepared, running.streams))
+        async with self.reader(exchange.receive) as gone, self.running(prepared):
+            if prepared.is_streamed and prepared.selection is None:
+                await self._stream(prepared, exchange, gone, deadline_s)
+            elif await first_of(prepared.ended, gone, deadline_s):
+                if prepared.is_streamed:
+                    await self._stream(prepared, exchange, gone, deadline_s)
+                else:
+                    await send_pieces(exchange.send, await self._whole(prepared))
 
     async def _stream(
         self,
         prepared: PreparedRequest,
-        running: Running,
         exchange: Exchange,
         gone: asyncio.Future[None],
         deadline_s: float | None,
     ) -> None:
-        events = EventStream(exchange.connection, prepared.answer, prepared.form)
-        events.attach(running.streams)
+        if prepared.error is None:
+            prepared.answer.attach(prepared.streams)
+        events = EventStream(exchange.connection, prepared.answer)
+        events.attach(prepared.streams)
         hold_s = time.monotonic() + HOLD_S
         try:
-            if not await first_of(running.news, gone, min(hold_s, deadline_s or hold_s)):
+            if not await first_of(prepared.news, gone, min(hold_s, deadline_s or hold_s)):
                 return
         except ApiError:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise
-        if running.error is not None:
-            raise running.error
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": prepared.form.headers})
+        if prepared.error is not None:
+            raise prepared.error
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": prepared.answer.form.headers})
         self.keep_alive.add(events)
         try:
-            running.events = events
-            if running.error is not None:  # it failed while the start of the response was sent
-                events.fail(running.error)
+            prepared.events = events
+            if prepared.error is not None:  # it failed while the start of the response was sent
+                events.fail(prepared.error)
             events.open()
             try:
                 if not await first_of(events.ended, gone, deadline_s):

@@ -1,8 +1,8 @@
 """Outputs that are chosen among more: `use_beam_search`, and `best_of` of completions.
 
-best_of     the request's jobs run with n = best_of; once all have ended, the n outputs with the highest mean
+best_of     the prompts run with n = best_of; once all have ended, the n outputs with the highest mean
             log-probability per token are returned
-beams       a beam search runs in place of the jobs and requests one token per beam and step; its n best sequences
+beams       a beam search runs in place of the prompts and requests one token per beam and step; its n best sequences
             become streams that have ended, so that the response is written like any other
 """
 
@@ -17,24 +17,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search
-from headrace.frontend.client.request import (
-    LogprobRow,
-    RequestListener,
-    RequestStream,
-    SequenceState,
-    nth_row,
-    one_row,
-)
+from headrace.frontend.client.request import LogprobRow, RequestListener, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.request.checks import CheckedRequest
+from headrace.frontend.request.checks import CheckedRequest, ModelFacts
 from headrace.frontend.request.outputs import LogprobsOfPosition
-from headrace.frontend.request.prompts import ModelFacts
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import LogprobRows
 
 if TYPE_CHECKING:
-    from headrace.frontend.http.server.generation import Job
+    from headrace.frontend.http.server.generation import PreparedRequest
 
 
 class OutputSelection(msgspec.Struct, frozen=True):
@@ -64,36 +57,45 @@ def _mean_logprob(sequence: SequenceState) -> float:
 class EngineOfSearch:
     """A `RequestClient` for one request's beam searches, whose steps prefer the engine that caches their prefixes."""
 
-    def __init__(self, pool: EnginePool, model: str, job: Job, facts: ModelFacts) -> None:
+    def __init__(self, request: PreparedRequest, pool: EnginePool, facts: ModelFacts) -> None:
         self.welcome, self.tokenizer = facts.welcome, facts.tokenizer
-        self._pool, self._model, self._job = pool, model, job
-        self._name = f"{job.name}-{uuid.uuid4().hex}"
-        self._affinity = job.affinity if job.affinity != ANYWHERE else Affinity(session=self._name)
+        self._pool, self._model, self._priority = pool, request.engine.names[0], request.priority
+        self._name = f"{request.id}-{uuid.uuid4().hex}"
+        self._affinity = request.affinity if request.affinity != ANYWHERE else Affinity(session=self._name)
 
     def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream:
-        own = msgspec.structs.replace(request, name=f"{self._name}-{request.name}", priority=self._job.priority)
+        own = msgspec.structs.replace(request, name=f"{self._name}-{request.name}", priority=self._priority)
         stream = self._pool.submit(own, listener, model=self._model, affinity=self._affinity)
         stream.meter = None  # the searches are counted, and not their steps
         return stream
 
 
 async def search(
-    jobs: Sequence[Job], beams: BeamSearchParams, pool: EnginePool, model: str, facts: ModelFacts
+    request: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, facts: ModelFacts
 ) -> list[RequestStream]:
-    """The best sequences for each job's prompt, as streams that have ended. Raises HeadraceError if a request fails."""
-    engine = EngineOfSearch(pool, model, jobs[0], facts)
-    found = await beam_search(engine, [job.prompt for job in jobs], beams, itertools.count())
-    return [_ended(job, each, beams, facts.tokenizer) for job, each in zip(jobs, found, strict=True)]
+    """The best sequences for each prompt, as streams that have ended. Raises HeadraceError if a request fails."""
+    assert request.selection is not None, "it asks for the search"
+    found = await beam_search(EngineOfSearch(request, pool, facts), list(request.prompts), beams, itertools.count())
+    params = request.params[0]
+    assert isinstance(params, SamplingParams), "a search generates"
+    params = params.clone()  # with one output for each of the beams that are returned
+    params.n = request.selection.num_outputs
+    return [
+        _ended(CheckedRequest(request.id, prompt, params), each, beams, facts.tokenizer)
+        for prompt, each in zip(request.prompts, found, strict=True)
+    ]
 
 
-def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None) -> RequestStream:
-    stream = RequestStream(CheckedRequest(job.name, job.prompt, job.params), tokenizer)
+def _ended(
+    request: CheckedRequest, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None
+) -> RequestStream:
+    stream, params = RequestStream(request, tokenizer), request.params
     del stream.sequences[len(found.sequences) :]  # with a small vocabulary, fewer may be found
-    start = len(job.prompt.token_ids or ())
+    start = len(request.prompt.token_ids or ())
     for sequence, beam in zip(stream.sequences, found.sequences, strict=False):
         sequence.token_ids = beam.tokens[start:]
-        if job.params.logprobs is not None:
-            sequence.logprob_rows = _rows(sequence.token_ids, beam, job.params.logprobs)
+        if params.logprobs is not None:
+            sequence.logprob_rows = _rows(sequence.token_ids, beam, params.logprobs)
         is_silent = beam.finish_reason == "stop" and not beams.include_stop_str_in_output
         sequence.finish(beam.finish_reason or "length", beam.stop_reason, silent_last_token=is_silent)
     stream.num_unfinished = 0

@@ -8,16 +8,18 @@ An answer is written as content blocks, whole or as events:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.tools import UNRESOLVED
-from headrace.frontend.http.apis.openai.bodies import Answer
+from headrace.frontend.http.apis.openai.answer import TextAnswer
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest
 from headrace.frontend.http.apis.responses.items import as_encrypted
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError
 from headrace.frontend.request.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.events import AnswerPart
@@ -52,35 +54,34 @@ class MessagesResponse(msgspec.Struct):
     role: Literal["assistant"] = "assistant"
 
 
-class MessagesAnswer:
-    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output."""
+class MessagesAnswer(TextAnswer):
+    """Writes the response, whole or streamed, of a request with one output."""
 
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer: Answer,
-        role: str,
+        id: str,
+        engine: Engine,
+        options: ServeOptions,
         make_reader: Callable[[], OutputParser] | None,
         *,
+        names_tool: bool,
         omits_thinking: bool = False,
         cached_block_tokens: int = 0,
     ) -> None:
         """cached_block_tokens: tokens of the blocks in which prefixes are cached; 0 if none are."""
-        self._cached_block_tokens = cached_block_tokens
-        self._request, self._answer, self._omits_thinking = request, answer, omits_thinking
+        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
+        self._calls_once = request.parallel_tool_calls is False
+        self._cached_block_tokens, self._omits_thinking = cached_block_tokens, omits_thinking
         self._thoughts: list[str] = []
         self._num_closed = 0  # entries of _thoughts that are in closed blocks
-        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
-        self._streams: Sequence[RequestStream] = ()
+        self._reader = self.reader() or OutputParser(None, None)
         self._began = False
         self._num_blocks, self._open = 0, ("", -1)  # of the open block: its kind, and the index of its tool call
         self._sequence: SequenceState | None = None
 
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
-
     def whole(self) -> list[bytes]:
-        (stream,) = self._streams
+        (stream,) = self.streams
         (sequence,) = stream.sequences
         output = sequence.read(delta=False, tokenizer=stream.tokenizer)
         blocks: list[dict[str, Any]] = []
@@ -103,7 +104,7 @@ class MessagesAnswer:
                 block["thinking"] = "" if self._omits_thinking else block["thinking"]
         reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
         usage = self._usage(len(output.token_ids), ends=True)
-        response = MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
+        response = MessagesResponse(self.id, self.model, blocks, reason, sequence_text, usage)
         return [msgspec.json.encode(response)]
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
@@ -133,10 +134,10 @@ class MessagesAnswer:
 
     def _read(self, text: str, *, ends: bool) -> list[AnswerPart]:
         events = self._reader.feed(text) + (self._reader.finish() if ends else [])
-        return [each for each in events if each.call <= 0 or self._request.parallel_tool_calls is not False]
+        return [each for each in events if each.call <= 0 or not self._calls_once]
 
     def _start(self) -> bytes:
-        message = MessagesResponse(self._answer.id, self._answer.model, [], None, None, self._usage(0))
+        message = MessagesResponse(self.id, self.model, [], None, None, self._usage(0))
         return _event("message_start", message=message)
 
     def _block_of(self, told: AnswerPart) -> tuple[str, int]:
@@ -196,7 +197,7 @@ class MessagesAnswer:
 
     def _usage(self, num_output: int, *, ends: bool = False) -> MessagesUsage:
         """Anthropic's counts: input_tokens excludes tokens that come from the prefix cache, or are cached now."""
-        (stream,) = self._streams
+        (stream,) = self.streams
         num_prompt, cached, block = (
             len(stream.prompt.token_ids or ()),
             stream.num_cached_tokens or 0,

@@ -9,8 +9,9 @@ answer is one JSON object, or lines of JSON objects, of which the last has the c
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,11 +32,13 @@ from headrace.frontend.http.apis.ollama.requests import (
     as_completion,
     served_name,
 )
-from headrace.frontend.http.apis.openai.bodies import Answer, TokenLogprob, chat_logprobs
+from headrace.frontend.http.apis.openai.answer import TextAnswer
+from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
@@ -47,6 +50,7 @@ from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSp
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.message import call_id
 from headrace.frontend.request.outputs import CompletionOutput
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.parameters.token_rules import check_num_logprobs
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
@@ -157,34 +161,37 @@ class ShowResponse(msgspec.Struct):
     modified_at: str
 
 
-class OllamaAnswer:
-    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output.
+class OllamaAnswer(TextAnswer):
+    """Writes the response, whole or streamed, of a request with one output.
 
     A tool call is written once it is complete, since Ollama sends its arguments as an object.
     """
 
+    form = LINES
+
     def __init__(
         self,
-        answer: Answer,
-        make_reader: Callable[[], OutputParser] | None,
+        request: ChatCompletionRequest | CompletionRequest,
+        id: str,
+        engine: Engine,
+        options: ServeOptions,
+        make_reader: Callable[[], OutputParser] | None = None,
         *,
+        names_tool: bool = False,
         is_chat: bool,
         num_top_logprobs: int | None = None,
     ) -> None:
         """is_chat: write text within a message. num_top_logprobs: None if no log-probabilities were requested."""
-        self._answer, self._is_chat, self._num_top = answer, is_chat, num_top_logprobs
-        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
-        self._streams: Sequence[RequestStream] = ()
+        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
+        self._is_chat, self._num_top = is_chat, num_top_logprobs
+        self._reader = self.reader() or OutputParser(None, None)
         self._call: tuple[AnswerPart, list[str]] | None = None
         """The tool call whose arguments are incomplete, and the parts of its arguments so far."""
         self._logprobs: list[TokenLogprob] = []
         """Log-probabilities of tokens that have not been written yet."""
 
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
-
     def whole(self) -> list[bytes]:
-        (stream,) = self._streams
+        (stream,) = self.streams
         (sequence,) = stream.sequences
         output = sequence.read(delta=False, tokenizer=stream.tokenizer)
         told = OllamaAnswerMessage("assistant", "")
@@ -210,7 +217,7 @@ class OllamaAnswer:
     def _read(self, output: CompletionOutput) -> list[OllamaAnswerMessage]:
         """The new output, each part of one kind: text, thinking or a tool call."""
         if output.logprobs is not None and self._num_top is not None:
-            told = chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._num_top)
+            told = chat_logprobs(output.token_ids, output.logprobs, self.spell, self._num_top)
             self._logprobs += told.content
         ends = output.finish_reason is not None
         parts = []
@@ -240,10 +247,10 @@ class OllamaAnswer:
         sequence: SequenceState | None = None,
     ) -> OllamaLine:
         """output and sequence: only for the last line, which has the counts."""
-        line = _line(self._answer.model, part, is_chat=self._is_chat)
+        line = _line(self.model, part, is_chat=self._is_chat)
         line.logprobs, self._logprobs = self._logprobs or None, []
         if output is not None and sequence is not None:
-            (stream,) = self._streams
+            (stream,) = self.streams
             total_s, first_s = stream.metrics.total_s or 0.0, stream.first_token_s or 0.0
             line.done, line.done_reason = True, output.finish_reason
             line.total_duration, line.load_duration = _nanoseconds(total_s), 0
@@ -336,29 +343,23 @@ def _prepare(
     asked: ChatCompletionRequest | CompletionRequest,
     engine: Engine,
 ) -> PreparedRequest:
-    name, num_top = exchange.request_id(None), (request.top_logprobs or 0) if request.logprobs else None
-    is_chat = isinstance(request, OllamaChatRequest)
+    id, num_top = f"ollama-{exchange.request_id(None)}", (request.top_logprobs or 0) if request.logprobs else None
+    make_answer = functools.partial(
+        OllamaAnswer, is_chat=isinstance(request, OllamaChatRequest), num_top_logprobs=num_top
+    )
+    parts = state.of(ChatParts)
     if isinstance(asked, ChatCompletionRequest):
-
-        def make_answer(
-            _: ChatCompletionRequest, answer: Answer, role: str, make_reader: Callable[[], OutputParser] | None
-        ) -> OllamaAnswer:
-            return OllamaAnswer(answer, make_reader, is_chat=is_chat, num_top_logprobs=num_top)
-
         with renamed(OWN_NAMES):
-            prepared = prepare_chat(asked, engine, state.of(ChatParts), name, exchange.tenant, make_answer, "ollama-")
+            prepared = prepare_chat(asked, engine, parts, id, exchange.tenant, make_answer)
     else:
         with renamed(OWN_NAMES_OF_COMPLETION):
+            # OpenAI's default is 16 tokens; Ollama has no limit.
+            prepared = prepare_completion(asked, engine, parts, id, exchange.tenant, default_max_tokens=None)
             assert engine.client is not None
-            welcome = engine.client.welcome
-            prepared = prepare_completion(asked, engine, state.of(ChatParts), name, exchange.tenant)
-            check_num_logprobs(prepared.jobs[0].params, welcome.vocab_size, welcome.max_logprobs)
-        model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
-        answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)
-        prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)
-        if asked.max_tokens is None:  # OpenAI's default is 16 tokens; Ollama has no limit
-            prepared.jobs[0].params.max_tokens = None
-    prepared.form = LINES
+            (params,) = prepared.params
+            assert isinstance(params, SamplingParams), "a completion generates"
+            check_num_logprobs(params, engine.client.welcome.vocab_size, engine.client.welcome.max_logprobs)
+        prepared.answer = make_answer(asked, id, engine, state.options)
     if prepared.form_field == "response_format":
         prepared.form_field = "format"
     return prepared

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.http.apis.openai.answer import (
+    TextAnswer,
+    TextEvent,
+    encoded,
+    event,
+    prompt_is_told,
+    usage_of,
+    usage_so_far,
+)
 from headrace.frontend.http.apis.openai.bodies import (
-    Answer,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -22,18 +29,11 @@ from headrace.frontend.http.apis.openai.bodies import (
     CompletionTokensDetails,
     Delta,
     FunctionDelta,
-    OpenAIEvents,
     PromptLogprobs,
-    TextEvent,
     ToolCallDelta,
     Usage,
     chat_logprobs,
-    encoded,
-    event,
-    prompt_is_told,
     prompt_logprobs,
-    usage_of,
-    usage_so_far,
 )
 from headrace.frontend.http.apis.openai.choices import check_selection, selection_of
 from headrace.frontend.http.apis.openai.prompts import (
@@ -45,6 +45,7 @@ from headrace.frontend.http.apis.openai.prompts import (
     most_prompt_tokens,
     sampling_params,
     template_variables,
+    thinking_budget,
     tokenize_texts,
 )
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
@@ -52,22 +53,23 @@ from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, chec
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.api import ApiState
 from headrace.frontend.http.server.errors import bad_field, respelt
-from headrace.frontend.http.server.generation import Job, PreparedRequest, ResponseText
-from headrace.frontend.http.server.selection import OutputSelection
+from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.embedded_parts import check_text, has_parts, splice, take_parts
 from headrace.frontend.request.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.request.outputs import CompletionOutput
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.parameters.structured_outputs import (
     StructuredOutputsParams,
     field_of_body,
+    from_body,
     schema_of_answer,
 )
-from headrace.frontend.request.parameters.thinking import limit_reasoning
 from headrace.frontend.request.parameters.token_rules import check_num_logprobs
 from headrace.frontend.request.prompts import Prompt, truncate
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
+from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
@@ -107,33 +109,19 @@ class ChatParts(ApiState):
         return cls(options, state.template, trusts_requests=options.trust_request_chat_template)
 
 
-MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputParser] | None], ResponseText]
+class MakeAnswer(Protocol):
+    """Makes what writes the answer to a chat; `TextAnswer` and those derived from it do."""
 
-
-def render(request: ChatCompletionRequest, engine: Engine, parts: ChatParts) -> tuple[RenderedChat, Prompt, ToolChoice]:
-    """Returns the rendered conversation, its tokens, and the request's tools. Raises ApiError and
-    InvalidRequestError."""
-    assert engine.client is not None
-    client = engine.client
-    embeds = _embedded(request, client.welcome)
-    prompt, choice = _rendered(request, client.tokenizer, parts)
-
-    def encode(text: str) -> Sequence[int]:
-        # The template writes the special tokens itself.
-        (token_ids,) = tokenize_texts(
-            [text],
-            client.tokenizer,
-            special=bool(request.add_special_tokens),
-            max_tokens=most_prompt_tokens(request, client.welcome),
-            param="messages",
-        )
-        return token_ids
-
-    if not embeds:
-        return prompt, Prompt(text=prompt.text, token_ids=encode(prompt.text)), choice
-    assert client.tokenizer is not None, "a conversation is rendered only with one"
-    token_ids, inputs = splice(prompt.text, embeds, client.tokenizer, encode)
-    return prompt, Prompt(text=prompt.text, token_ids=token_ids, inputs=inputs), choice
+    def __call__(
+        self,
+        request: ChatCompletionRequest,
+        id: str,
+        engine: Engine,
+        options: ServeOptions,
+        make_reader: Callable[[], OutputParser] | None,
+        *,
+        names_tool: bool,
+    ) -> TextAnswer: ...
 
 
 def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
@@ -178,120 +166,140 @@ def _rendered(
     return prompt, choice
 
 
-def chat_answer(
-    request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str
-) -> tuple[ChatWork, ChatAnswer]:
-    """Returns what to run, and what writes the response. Raises ApiError and InvalidRequestError."""
-    work = chat_work(request, engine, parts, id, tenant)
-    role = parts.options.response_role
-    return work, ChatAnswer(request, work.answer, role, work.make_reader, names_tool=work.names_tool)
-
-
-class ChatWork(NamedTuple):
-    """What to run for a conversation's next message, and how to parse the output."""
-
-    job: Job
-    answer: Answer
-    make_reader: Callable[[], OutputParser] | None
-    """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
-    names_tool: bool
-    """Whether tool_choice names the tool to call."""
-    form_field: str
-    """The field of the body that asks for structured output."""
-    selection: OutputSelection | None
-
-
 def prepare_chat(
     request: ChatCompletionRequest,
     engine: Engine,
     parts: ChatParts,
-    name: str,
+    id: str,
     tenant: str,
     make_answer: MakeAnswer | None = None,
-    id_prefix: str = "chatcmpl-",
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
-    work = chat_work(request, engine, parts, id_prefix + name, tenant)
-    make_answer = make_answer or functools.partial(ChatAnswer, names_tool=work.names_tool)
-    answer = make_answer(request, work.answer, parts.options.response_role, work.make_reader)
-    return PreparedRequest(
-        engine=engine,
-        jobs=[work.job],
-        answer=answer,
-        streams=bool(request.stream),
-        form_field=work.form_field,
-        selection=work.selection,
-    )
-
-
-def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str) -> ChatWork:
-    """Checks and tokenises a request. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
-    client = engine.client
+    options, client, welcome = parts.options, engine.client, engine.client.welcome
     if request.top_logprobs and not request.logprobs:  # 0, vLLM's default, asks for nothing
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0, or -1 for all")
-    check_selection(request, parts.options.max_n)
+    check_selection(request, options.max_n)
+    embeds = _embedded(request, welcome)
+    rendered, choice = _rendered(request, client.tokenizer, parts)
+    assert client.tokenizer is not None, "a conversation is rendered only with one"
+    form = _form_of(request, rendered, choice, parts, client.tokenizer, welcome)
+    prompt = Prompt(text=rendered.text, cache_salt=cache_salt(request, tenant), reasoning=form.reasoning)
+    prompt.reasoning_has_form = form.is_grammar and bool(choice.forced)
+    params, asked = _params_of(request, form, prompt, options, welcome)
+    check_outputs(1, params.n, params)
+    # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
+    form_field = "tools" if form.is_grammar and choice.shown else field_of_body(request)
+    selection = selection_of(request, params, welcome, "tool_choice" if choice.forced else form_field)
+    _tokenize(prompt, request, embeds, client.tokenizer, welcome)
+    truncate(prompt, params, welcome)
+    if not prompt.token_ids:
+        raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
+    check_length(prompt, asked, welcome, "messages")
+    prepared = PreparedRequest(
+        engine,
+        id,
+        [prompt],
+        [params],
+        (make_answer or ChatAnswer)(request, id, engine, options, form.make_reader, names_tool=choice.is_named),
+        streams=bool(request.stream),
+        priority=request.priority or 0,
+        affinity=affinity_of(request),
+    )
+    prepared.form_field, prepared.selection = form_field, selection
+    return prepared
+
+
+class _Form(NamedTuple):
+    """The form of a chat's output."""
+
+    make_reader: Callable[[], OutputParser] | None
+    """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
+    reasoning: ReasoningFormat | None
+    structured_outputs: StructuredOutputsParams | None
+    is_grammar: bool
+    """Whether the constraint is that of tool calls, and not the request's own."""
+
+
+def _form_of(
+    request: ChatCompletionRequest,
+    rendered: RenderedChat,
+    choice: ToolChoice,
+    parts: ChatParts,
+    tokenizer: Tokenizer,
+    welcome: Welcome,
+) -> _Form:
+    """Raises ApiError and InvalidRequestError."""
+    own = from_body(request)
+    formats = parts.formats.of(rendered, choice)
+    # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
+    thinks_in_channels = formats.channels is not None and not welcome.grammars_hold_in_reasoning
+    or_json = schema_of_answer(own) if (choice.shown or thinks_in_channels) and not choice.forced else None
+    if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(tokenizer):
+        raise bad_field("tools", NO_STRICT_CALLS)
+    if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(tokenizer)):
+        check_arguments(choice)
+    reader = formats.reader(tokenizer, rendered, choice)
+    several = request.parallel_tool_calls is not False
+    grammar = formats.grammar(tokenizer, rendered, choice, several=several, or_json=or_json)
+    if grammar is None:
+        return _Form(reader, formats.reasoning, own, is_grammar=False)
+    # A call that must come is no text, whose form a JSON schema is.
+    is_for_text = bool(choice.forced) and schema_of_answer(own) is not None
+    if own is not None and or_json is None and not is_for_text:
+        raise bad_field(
+            "tool_choice", "an answer that calls tools can have no other form besides, but that of a JSON schema"
+        )
+    return _Form(reader, formats.reasoning, StructuredOutputsParams(grammar=grammar), is_grammar=True)
+
+
+def _params_of(
+    request: ChatCompletionRequest, form: _Form, prompt: Prompt, options: ServeOptions, welcome: Welcome
+) -> tuple[SamplingParams, int | None]:
+    """The request's SamplingParams, and the number of tokens that it asks for. Raises ApiError and
+    InvalidRequestError."""
     # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    chosen: dict[str, Any] = {"n": 1} if request.use_beam_search else {}
+    if form.make_reader is not None:
+        # Markers may be special tokens; the parser drops all other special tokens.
+        chosen["skip_special_tokens"] = False
     try:
         params = sampling_params(
             request,
-            client.welcome,
-            parts.options,
+            welcome,
+            options,
             max_tokens=asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            **({"n": 1} if request.use_beam_search else {}),
+            structured_outputs=form.structured_outputs,
+            thinking_token_budget=thinking_budget(request, prompt, welcome),
+            **chosen,
         )
+        check_num_logprobs(params, welcome.vocab_size, welcome.max_logprobs)
     except InvalidRequestError as error:
         spellings = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         raise respelt(error, {**spellings, **_SPELLINGS}) from error
-    try:
-        check_num_logprobs(params, client.welcome.vocab_size, client.welcome.max_logprobs)
-    except InvalidRequestError as error:
-        raise respelt(error, _SPELLINGS) from error
-    check_outputs(1, params)
-    prompt, tokens, choice = render(request, engine, parts)
-    reader = reasoning = grammar = None
-    if client.tokenizer is not None:
-        several = request.parallel_tool_calls is not False
-        form = params.structured_outputs
-        formats = parts.formats.of(prompt, choice)
-        # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
-        thinks_in_channels = formats.channels is not None and not client.welcome.grammars_hold_in_reasoning
-        or_json = schema_of_answer(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
-        if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
-            raise bad_field("tools", NO_STRICT_CALLS)
-        if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(client.tokenizer)):
-            check_arguments(choice)
-        reader = formats.reader(client.tokenizer, prompt, choice)
-        grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
-        reasoning = formats.reasoning
-        if grammar is not None:
-            # A call that must come is no text, whose form a JSON schema is.
-            is_for_text = bool(choice.forced) and schema_of_answer(form) is not None
-            if form is not None and or_json is None and not is_for_text:
-                why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
-                raise bad_field("tool_choice", why)
-            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
-        if reader is not None:
-            # Markers may be special tokens; the parser drops all other special tokens.
-            params.skip_special_tokens = False
-    tokens.cache_salt, tokens.reasoning = cache_salt(request, tenant), reasoning
-    tokens.reasoning_has_form = grammar is not None and bool(choice.forced)
-    limit_reasoning(request.thinking_budget, tokens, params, client.welcome)
-    truncate(tokens, params, client.welcome)
-    if not tokens.token_ids:
-        raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
-    check_length(tokens, asked, client.welcome, "messages")
-    # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
-    form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
-    selection = selection_of(request, params, client.welcome, "tool_choice" if choice.forced else form_field)
-    name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
-    answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
-    job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
-    return ChatWork(job, answer, reader, choice.is_named, form_field, selection)
+    return params, asked
+
+
+def _tokenize(
+    prompt: Prompt, request: ChatCompletionRequest, embeds: list[Tensor], tokenizer: Tokenizer, welcome: Welcome
+) -> None:
+    """Sets the prompt's tokens, and its inputs where the conversation has embeddings. Raises ApiError."""
+    special, most = bool(request.add_special_tokens), most_prompt_tokens(request, welcome)
+
+    def encode(text: str) -> Sequence[int]:
+        # The template writes the special tokens itself.
+        (token_ids,) = tokenize_texts([text], tokenizer, special=special, max_tokens=most, param="messages")
+        return token_ids
+
+    text = prompt.text or ""
+    if embeds:
+        prompt.token_ids, prompt.inputs = splice(text, embeds, tokenizer, encode)
+    else:
+        prompt.token_ids = encode(text)
 
 
 class _ChatProgress:
@@ -323,90 +331,82 @@ class _ChatProgress:
         self.num_tokens = 0
 
 
-class ChatAnswer(OpenAIEvents):
-    """Writes the response: `whole`, or as the events of a stream (see `Chunks`)."""
+class ChatAnswer(TextAnswer):
+    """Writes the response: whole, or as the events of a stream."""
+
+    request: ChatCompletionRequest
 
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer: Answer,
-        role: str,
-        make_reader: Callable[[], OutputParser] | None = None,
-        names_tool: bool = False,
+        id: str,
+        engine: Engine,
+        options: ServeOptions,
+        make_reader: Callable[[], OutputParser] | None,
+        *,
+        names_tool: bool,
     ) -> None:
-        """make_reader, names_tool: see ChatWork."""
-        self._names_tool = names_tool
-        self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
-        self._echoed = _echoed(request, role)
+        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
+        self._role = options.response_role
+        self._echoed = _echoed(request, self._role)
         self._choices: dict[SequenceState, _ChatProgress] = {}
-        self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
         """The reasoning of each output, by its index."""
         # Only text changes from one event to the next.
-        self._is_plain = not (request.logprobs or answer.continuous_usage or answer.return_token_ids)
-
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
-        for stream in streams:
-            for sequence in stream.sequences:
-                plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
-                self._choices[sequence] = _ChatProgress(TextEvent(self._chunk([plain])), self._reader())
+        self._is_plain = not (request.logprobs or self.continuous_usage or self.return_token_ids)
 
     def whole(self) -> list[bytes]:
-        """The whole response, once the stream has ended."""
-        (stream,) = self._streams
-        answer = self._answer
-        choices = self.choices()
+        (stream,) = self.streams
         return encoded(
             ChatResponse(
-                answer.id,
+                self.id,
                 _WHOLE,
-                answer.created,
-                answer.model,
-                choices,
+                self.created,
+                self.model,
+                self.choices(),
                 self.usage(),
                 prompt_logprobs=self._prompt_logprobs(stream),
                 prompt_token_ids=self._prompt_token_ids(stream),
                 prompt_text=self._prompt_text(stream),
-                metrics=answer.times(self._streams),
+                metrics=self.times(),
             )
         )
 
     def choices(self) -> list[ChatChoice]:
         """The choices, once the stream has ended."""
-        (stream,) = self._streams
+        (stream,) = self.streams
         outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
         return [self._choice_of(output) for output in outputs]
 
-    @property
-    def about(self) -> Answer:
-        return self._answer
-
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        choice = self._choices[sequence]
+        choice = self._choices.get(sequence)
+        if choice is None:
+            plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
+            choice = self._choices[sequence] = _ChatProgress(TextEvent(self._chunk([plain])), self.reader())
         first = b""
         if not choice.began:
-            if self._request.prompt_logprobs is not None and not prompt_is_told(stream):
+            if self.request.prompt_logprobs is not None and not prompt_is_told(stream):
                 return b""
             choice.began = True
             first = self._first(stream, sequence)
-        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
-        reader, finish_reason = choice.reader, output.finish_reason
-        if self._is_plain and finish_reason is None:
+        reader = choice.reader
+        if self._is_plain and sequence.finish_reason is None:
+            text = sequence.read_text()
             if reader is None:
-                return first + choice.text_event.of(output.text)
-            text = output.text
+                return first + choice.text_event.of(text)
             if (until := choice.until) is not None and text and not until(text):
                 return first + choice.going_on.of(text)
             if (said := reader.go_on(text)) is not None:
-                return first + self._went_on(choice, reader, said, output.index)
+                return first + self._went_on(choice, reader, said, sequence.index)
             choice.until = None
-            events = self._read(reader, output, ends=False)
-            return first + b"".join([self._event_of(choice, each, output.index) for each in events])
+            events = self._read(reader, text, sequence.index, ends=False)
+            return first + b"".join([self._event_of(choice, each, sequence.index) for each in events])
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        finish_reason = output.finish_reason
         deltas = [Delta(content=output.text)]
         if reader is not None:
-            events = self._read(reader, output, ends=finish_reason is not None)
+            events = self._read(reader, output.text, output.index, ends=finish_reason is not None)
             deltas = [_delta_of(each) for each in events] or [Delta()]
             finish_reason = self._finish_reason(reader, output)
         choice.num_tokens += len(output.token_ids)
@@ -416,29 +416,26 @@ class ChatAnswer(OpenAIEvents):
             logprobs=self._logprobs(output),
             finish_reason=finish_reason,
             stop_reason=UNSET if finish_reason is None else output.stop_reason,
-            token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
+            token_ids=output.token_ids if self.return_token_ids else UNSET,
         )
-        usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
+        usage = usage_so_far(stream, choice.num_tokens) if self.continuous_usage else None
         before = [event(self._chunk([ChatChunkChoice(index=output.index, delta=each)])) for each in deltas]
         return first + b"".join(before) + event(self._chunk([told], usage))
 
-    def _reader(self) -> OutputParser | None:
-        return None if self._make_reader is None else self._make_reader()
-
-    def _read(self, reader: OutputParser, output: CompletionOutput, *, ends: bool) -> list[AnswerPart]:
-        """Parses the new part of an output; drops the reasoning and calls that the request excludes."""
-        events = reader.feed(output.text) + (reader.finish() if ends else [])
+    def _read(self, reader: OutputParser, text: str, index: int, *, ends: bool) -> list[AnswerPart]:
+        """Parses the new text of an output; drops the reasoning and calls that the request excludes."""
+        events = reader.feed(text) + (reader.finish() if ends else [])
         for each in events:
             if each.reasoning:
-                self._thoughts.setdefault(output.index, []).append(each.reasoning)
-        if not self._answer.has_reasoning:
+                self._thoughts.setdefault(index, []).append(each.reasoning)
+        if not self.has_reasoning:
             events = [each for each in events if not each.reasoning]
-        if self._request.parallel_tool_calls is False:
+        if self.request.parallel_tool_calls is False:
             events = [each for each in events if not self._is_left_out(each.call)]
         return events
 
     def _is_left_out(self, call: int) -> bool:
-        return call > 0 and self._request.parallel_tool_calls is False
+        return call > 0 and self.request.parallel_tool_calls is False
 
     def _went_on(self, choice: _ChatProgress, reader: OutputParser, said: str, index: int) -> bytes:
         """The event for a piece that is all content, all reasoning or all arguments."""
@@ -450,7 +447,7 @@ class ChatAnswer(OpenAIEvents):
             choice.until = reader.goes_on_until
             return choice.going_on.of(said)
         self._thoughts.setdefault(index, []).append(said)
-        if not self._answer.has_reasoning:
+        if not self.has_reasoning:
             return b""
         if choice.reasoning_event is None:
             delta = Delta(reasoning=TextEvent.PLACE, reasoning_content=TextEvent.PLACE)
@@ -461,7 +458,7 @@ class ChatAnswer(OpenAIEvents):
         """As OpenAI's: tool_calls if there are calls, but stop if the request named the tool, or if a stop string cut
         the last call, which must not be carried out."""
         reason = output.finish_reason
-        if reason != "stop" or not reader.num_calls or self._names_tool:
+        if reason != "stop" or not reader.num_calls or self.names_tool:
             return reason
         is_cut = reader.is_cut_by(output.stop_reason) and not self._is_left_out(reader.num_calls - 1)
         return reason if is_cut else "tool_calls"
@@ -481,16 +478,16 @@ class ChatAnswer(OpenAIEvents):
         return choice.arguments_event
 
     def end(self) -> bytes:
-        if not self._answer.include_usage:
+        if not self.include_usage:
             return self.DONE
         last = self._chunk([], self.usage())
-        last.metrics = self._answer.times(self._streams, UNSET)
+        last.metrics = self.times(UNSET)
         return event(last) + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         """An output's first event, with its role; the response's first event also has the prompt's fields."""
         role = ChatChunkChoice(index=sequence.index, delta=Delta(role=self._role, content=""))
-        chunk = self._chunk([role], usage_so_far(stream, 0) if self._answer.continuous_usage else None)
+        chunk = self._chunk([role], usage_so_far(stream, 0) if self.continuous_usage else None)
         if not self._is_prompt_told:
             self._is_prompt_told = True
             if (token_ids := self._prompt_token_ids(stream)) is not None:
@@ -504,21 +501,20 @@ class ChatAnswer(OpenAIEvents):
         return event(chunk) + event(self._chunk([echoed]))
 
     def usage(self) -> Usage:
-        usage = usage_of(self._streams)
-        if self._make_reader is not None:
-            most, tokenizer = usage.completion_tokens, self._answer.tokenizer
+        usage = usage_of(self.streams)
+        if self.make_reader is not None:
+            most, tokenizer = usage.completion_tokens, self.tokenizer
             each = [num_reasoning_tokens(tokenizer, "".join(texts), most) for texts in self._thoughts.values()]
             usage.completion_tokens_details = CompletionTokensDetails(min(sum(each), most))
         return usage
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        answer = self._answer
-        return ChatChunk(answer.id, _CHUNK, answer.created, answer.model, choices, usage or answer.no_usage())
+        return ChatChunk(self.id, _CHUNK, self.created, self.model, choices, usage or self.no_usage())
 
     def _choice_of(self, output: CompletionOutput) -> ChatChoice:
-        message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
+        message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self.reader()
         if reader is not None:
-            message = _message_of(self._role, self._read(reader, output, ends=True))
+            message = _message_of(self._role, self._read(reader, output.text, output.index, ends=True))
             finish_reason = self._finish_reason(reader, output)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
@@ -528,24 +524,24 @@ class ChatAnswer(OpenAIEvents):
             logprobs=self._logprobs(output),
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if self._answer.return_token_ids else None,
+            token_ids=output.token_ids if self.return_token_ids else None,
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if output.logprobs is None:
             return None
-        asked = self._request.top_logprobs or 0
-        num_top = None if asked == -1 or getattr(self._request, "logprob_token_ids", None) else asked
-        return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, num_top)
+        asked = self.request.top_logprobs or 0
+        num_top = None if asked == -1 or getattr(self.request, "logprob_token_ids", None) else asked
+        return chat_logprobs(output.token_ids, output.logprobs, self.spell, num_top)
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
-        return list(stream.prompt.token_ids or ()) if self._answer.return_token_ids else None
+        return list(stream.prompt.token_ids or ()) if self.return_token_ids else None
 
     def _prompt_text(self, stream: RequestStream) -> str | UnsetType | None:
-        return stream.prompt.text if self._request.return_prompt_text else UNSET
+        return stream.prompt.text if self.request.return_prompt_text else UNSET
 
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
-        asked: Any = self._request.prompt_logprobs
+        asked: Any = self.request.prompt_logprobs
         return None if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
 
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.http.apis.openai.answer import encoded
 from headrace.frontend.http.apis.openai.bodies import (
     ChatResponse,
     CompletionTokensDetails,
-    OpenAIEvents,
     PromptTokensDetails,
     Usage,
-    encoded,
 )
-from headrace.frontend.http.apis.openai.chat import ChatAnswer, ChatParts, chat_answer
+from headrace.frontend.http.apis.openai.chat import ChatAnswer, ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.prompts import check_outputs
 from headrace.frontend.http.apis.openai.requests import ChatBatchRequest, ChatCompletionRequest
 from headrace.frontend.http.server.errors import ApiError, bad_field
-from headrace.frontend.http.server.generation import Job, PreparedRequest
+from headrace.frontend.http.server.generation import Answer, PreparedRequest
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 
 def prepare_chat_batch(
@@ -30,24 +30,33 @@ def prepare_chat_batch(
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     _check(request, parts.options.max_prompts)
     fields = {each: getattr(request, each) for each in ChatCompletionRequest.__struct_fields__}
-    jobs, answers = list[Job](), list[ChatAnswer]()
-    form_field = ""
+    id, each_prepared = f"chatcmpl-{name}", list[PreparedRequest]()
     for index, conversation in enumerate(request.messages):
         one = ChatCompletionRequest(**{**fields, "messages": conversation})
         try:
-            work, answer = chat_answer(one, engine, parts, f"chatcmpl-{name}-{index}", tenant)
+            prepared = prepare_chat(one, engine, parts, f"{id}-{index}", tenant)
         except ApiError as error:
             if (error.body.param or "").startswith("messages"):
                 error.body.message = f"conversation {index}: {error.body.message}"
                 error.body.param = f"messages[{index}]"
             raise
         if index == 0:
-            check_outputs(len(request.messages), work.job.params)
-        jobs.append(work.job)
-        answers.append(answer)
-        form_field = work.form_field
-    answered = ChatBatchAnswer(f"chatcmpl-{name}", answers)
-    return PreparedRequest(engine=engine, jobs=jobs, answer=answered, streams=False, form_field=form_field)
+            (params,) = prepared.params
+            assert isinstance(params, SamplingParams), "a chat generates"
+            check_outputs(len(request.messages), params.n, params)
+        each_prepared.append(prepared)
+    first = each_prepared[0]
+    together = PreparedRequest(
+        engine,
+        id,
+        [prompt for each in each_prepared for prompt in each.prompts],
+        [params for each in each_prepared for params in each.params],
+        ChatBatchAnswer(id, [each.answer for each in each_prepared]),
+        priority=first.priority,
+        affinity=first.affinity,
+    )
+    together.form_field = each_prepared[-1].form_field
+    return together
 
 
 def _check(request: ChatBatchRequest, most: int) -> None:
@@ -62,26 +71,22 @@ def _check(request: ChatBatchRequest, most: int) -> None:
         raise bad_field("n", f"n is {request.n}; each conversation has one choice here")
 
 
-class ChatBatchAnswer(OpenAIEvents):
-    def __init__(self, id: str, answers: Sequence[ChatAnswer]) -> None:
-        self._id, self._answers = id, answers
+class ChatBatchAnswer(Answer):
+    """Writes the response, which is never streamed."""
+
+    def __init__(self, id: str, answers: Sequence[Answer]) -> None:
+        self._id, self._answers = id, [each for each in answers if isinstance(each, ChatAnswer)]
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
         for answer, stream in zip(self._answers, streams, strict=True):
             answer.attach([stream])
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        raise AssertionError("a batch is answered whole")
-
-    def end(self) -> bytes:
-        raise AssertionError("a batch is answered whole")
 
     def whole(self) -> list[bytes]:
         choices = []
         for index, answer in enumerate(self._answers):
             (choice,) = answer.choices()
             choices.append(msgspec.structs.replace(choice, index=index))
-        first, usage = self._answers[0].about, _sum([answer.usage() for answer in self._answers])
+        first, usage = self._answers[0], _sum([answer.usage() for answer in self._answers])
         return encoded(ChatResponse(self._id, "chat.completion", first.created, first.model, choices, usage))
 
 

@@ -78,15 +78,10 @@ def selection_of(
 ) -> OutputSelection | None:
     """How outputs are chosen; None if all computed outputs are returned. Raises ApiError, which names the field.
 
-    params: those of the request's jobs, in which logprobs (best_of) or n (beams) may be changed. form_field: the field
-    that asks for structured output."""
+    params: those of the request's prompts. form_field: the field that asks for structured output."""
     num_outputs, width = outputs_of(request), width_of(request)
     if not request.use_beam_search:
-        if width == num_outputs:
-            return None
-        if params.logprobs is None and not params.logprob_token_ids:
-            params.logprobs = 0  # of the sampled tokens, by which outputs are ranked
-        return OutputSelection(num_outputs)
+        return None if width == num_outputs else OutputSelection(num_outputs)
     _refuse_unread(request, params, form_field)
     if (params.logprobs or 0) > 2 * width:
         raise bad_field(
@@ -106,7 +101,6 @@ def selection_of(
         name = str(error).removeprefix("BeamSearchParams.").partition(" ")[0]
         field = {"beam_width": "n" if width == num_outputs else "best_of"}.get(name, name)
         raise bad_field(field, str(error).replace(f"BeamSearchParams.{name}", field, 1)) from error
-    params.n = num_outputs
     return OutputSelection(num_outputs, beams)
 
 

@@ -8,22 +8,23 @@ from msgspec import UNSET
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.bodies import (
-    Answer,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    OpenAIEvents,
+from headrace.frontend.http.apis.openai.answer import (
+    TextAnswer,
     TextEvent,
-    TextOffsets,
-    Usage,
-    completion_logprobs,
     encoded,
     event,
     prompt_is_told,
-    prompt_logprobs,
     usage_of,
     usage_so_far,
+)
+from headrace.frontend.http.apis.openai.bodies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    TextOffsets,
+    Usage,
+    completion_logprobs,
+    prompt_logprobs,
 )
 from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.apis.openai.choices import (
@@ -39,16 +40,16 @@ from headrace.frontend.http.apis.openai.prompts import (
     check_outputs,
     most_prompt_tokens,
     sampling_params,
+    thinking_budget,
     tokenize_texts,
 )
 from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import bad_field
-from headrace.frontend.http.server.generation import Job, PreparedRequest
+from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.embeds import decoded, placed
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition
-from headrace.frontend.request.parameters.structured_outputs import field_of_body
-from headrace.frontend.request.parameters.thinking import limit_reasoning
+from headrace.frontend.request.parameters.structured_outputs import field_of_body, from_body
 from headrace.frontend.request.prompts import Prompt, packed, truncate
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
@@ -59,7 +60,12 @@ _OBJECT = "text_completion"
 
 
 def prepare_completion(
-    request: CompletionRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
+    request: CompletionRequest,
+    engine: Engine,
+    parts: ChatParts,
+    id: str,
+    tenant: str,
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
@@ -69,53 +75,57 @@ def prepare_completion(
     check_selection(request, options.max_n)
     only_prompt = bool(request.echo) and request.max_tokens == 0
     asked = None if only_prompt else request.max_tokens
+    prompts = _embedded(request, welcome)
+    if not prompts or request.prompt:  # clients that must give a prompt give an empty one
+        prompts += _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
+    if len(prompts) > options.max_prompts:
+        raise bad_field("prompt", f"{len(prompts)} prompts; this server takes at most {options.max_prompts} at once")
+    salt = cache_salt(request, tenant)
+    reasoning = None
+    if request.thinking_budget is not None or getattr(request, "thinking_token_budget", None) is not None:
+        reasoning = parts.formats.named_reasoning
+    for prompt in prompts:
+        prompt.cache_salt, prompt.reasoning = salt, reasoning
     # If generation_config or override_generation_config sets it, sampling_params applies that default.
-    default_max_tokens = None if "max_tokens" in welcome.generation_defaults else DEFAULT_MAX_TOKENS
+    if "max_tokens" in welcome.generation_defaults:
+        default_max_tokens = None
+    num_outputs, width = outputs_of(request), width_of(request)
+    # best_of ranks outputs by the log-probabilities of their tokens.
+    ranks = width > num_outputs and not getattr(request, "logprob_token_ids", None)
+    logprobs = 0 if request.logprobs is None and ranks else request.logprobs
     echoed = request.logprobs if request.echo else None
     params = sampling_params(
         request,
         welcome,
         options,
         max_tokens=1 if only_prompt else default_max_tokens if asked is None else asked,
-        logprobs=request.logprobs,
-        n=1 if request.use_beam_search else width_of(request),
+        logprobs=logprobs,
+        n=1 if request.use_beam_search else width,
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
+        structured_outputs=from_body(request),
+        thinking_token_budget=thinking_budget(request, prompts[0], welcome),
     )
-    prompts = _embedded(request, welcome)
-    if not prompts or request.prompt:  # clients that must give a prompt give an empty one
-        prompts += _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
-    if len(prompts) > options.max_prompts:
-        raise bad_field("prompt", f"{len(prompts)} prompts; this server takes at most {options.max_prompts} at once")
     form_field = field_of_body(request)
     selection = selection_of(request, params, welcome, form_field)
-    check_outputs(len(prompts), params)
-    salt = cache_salt(request, tenant)
+    check_outputs(len(prompts), num_outputs if request.use_beam_search else width, params)
     for prompt in prompts:
-        prompt.cache_salt = salt
-        if params.thinking_token_budget is not None or request.thinking_budget is not None:
-            prompt.reasoning = parts.formats.named_reasoning
-            limit_reasoning(request.thinking_budget, prompt, params, welcome)
         if truncate(prompt, params, welcome):
             prompt.text = None
         check_length(prompt, asked, welcome, "prompt")
         if request.echo and prompt.text is None and client.tokenizer is not None:
             prompt.text = client.tokenizer.decode(prompt.token_ids or [])
-    id = f"cmpl-{name}"
-    jobs = [
-        Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, params, request.priority or 0, affinity_of(request))
-        for index, prompt in enumerate(prompts)
-    ]
-    name_told, tells_times = request.model or engine.names[0], options.enable_per_request_metrics
-    answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
-    texts = CompletionAnswer(request, answer, outputs_of(request), only_prompt=only_prompt)
-    return PreparedRequest(
-        engine=engine,
-        jobs=jobs,
-        answer=texts,
+    prepared = PreparedRequest(
+        engine,
+        id,
+        prompts,
+        [params] * len(prompts),
+        CompletionAnswer(request, id, engine, options, num_outputs, only_prompt=only_prompt),
         streams=bool(request.stream),
-        form_field=form_field,
-        selection=selection,
+        priority=request.priority or 0,
+        affinity=affinity_of(request),
     )
+    prepared.form_field, prepared.selection = form_field, selection
+    return prepared
 
 
 def _embedded(request: CompletionRequest, welcome: Welcome) -> list[Prompt]:
@@ -179,82 +189,88 @@ class _TextProgress:
         self.offsets: TextOffsets | None = None
 
 
-class CompletionAnswer(OpenAIEvents):
-    """Writes the response: `whole`, or as the events of a stream (see `Chunks`)."""
+class CompletionAnswer(TextAnswer):
+    """Writes the response: whole, or as the events of a stream."""
 
-    def __init__(self, request: CompletionRequest, answer: Answer, n: int, *, only_prompt: bool) -> None:
-        self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
+    request: CompletionRequest
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        id: str,
+        engine: Engine,
+        options: ServeOptions,
+        num_outputs: int,
+        *,
+        only_prompt: bool,
+    ) -> None:
+        """num_outputs: returned for each prompt. only_prompt: the prompt is echoed, and nothing is generated."""
+        super().__init__(request, id, engine, options)
+        self._num_outputs, self._only_prompt = num_outputs, only_prompt
         self._echo = bool(request.echo)
         self._choices: dict[SequenceState, _TextProgress] = {}
         self._echoed: dict[RequestStream, tuple[CompletionLogprobs, TextOffsets]] = {}
-        self._streams: Sequence[RequestStream] = ()
         # Only text changes from one event to the next.
-        self._is_plain = request.logprobs is None and not (answer.continuous_usage or answer.return_token_ids)
+        self._is_plain = request.logprobs is None and not (self.continuous_usage or self.return_token_ids)
         self._waits_for_prompt = self._echo or request.prompt_logprobs is not None
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
+        super().attach(streams)
         for position, stream in enumerate(streams):
             for sequence in stream.sequences:
-                self._choices[sequence] = _TextProgress(position * self._n + sequence.index)
+                self._choices[sequence] = _TextProgress(position * self._num_outputs + sequence.index)
 
     def whole(self) -> list[bytes]:
-        """The whole response, once every stream has ended."""
         choices = []
-        for stream in self._streams:
+        for stream in self.streams:
             for sequence in stream.sequences:
                 output = sequence.read(delta=False, tokenizer=stream.tokenizer)
                 choices.append(self._choice_of(stream, self._choices[sequence], output))
         choices.sort(key=lambda choice: choice.index)
         for choice in choices:
             choice.name_all()
-        answer = self._answer
-        usage, times = self._usage(), answer.times(self._streams)
-        return encoded(CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, usage, times))
+        usage, times = self._usage(), self.times()
+        return encoded(CompletionResponse(self.id, _OBJECT, self.created, self.model, choices, usage, times))
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices[sequence]
         if not choice.began and self._waits_for_prompt and not prompt_is_told(stream):
             return b""
-        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
-        if self._is_plain and output.finish_reason is None and (choice.began or not self._waits_for_prompt):
+        if self._is_plain and sequence.finish_reason is None and (choice.began or not self._waits_for_prompt):
             if choice.text_event is None:
                 plain = CompletionChoice(index=choice.index, text=TextEvent.PLACE)
                 choice.text_event = TextEvent(self._chunk(plain))
-            return choice.text_event.of(output.text)
+            return choice.text_event.of(sequence.read_text())
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         told = self._choice_of(stream, choice, output)
         choice.num_tokens += len(output.token_ids)
-        usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
+        usage = usage_so_far(stream, choice.num_tokens) if self.continuous_usage else None
         return event(self._chunk(told, usage))
 
     def end(self) -> bytes:
-        if not self._answer.include_usage:
+        if not self.include_usage:
             return self.DONE
-        answer = self._answer
-        usage, times = self._usage(), answer.times(self._streams, UNSET)
-        last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], usage, times)
+        usage, times = self._usage(), self.times(UNSET)
+        last = CompletionResponse(self.id, _OBJECT, self.created, self.model, [], usage, times)
         return event(last) + self.DONE
 
     def _usage(self) -> Usage:
-        usage = usage_of(self._streams)
+        usage = usage_of(self.streams)
         if self._only_prompt:
             usage.total_tokens -= usage.completion_tokens
             usage.completion_tokens = 0
         return usage
 
     def _chunk(self, choice: CompletionChoice, usage: Usage | None = None) -> CompletionResponse:
-        answer = self._answer
-        return CompletionResponse(
-            answer.id, _OBJECT, answer.created, answer.model, [choice], usage or answer.no_usage()
-        )
+        return CompletionResponse(self.id, _OBJECT, self.created, self.model, [choice], usage or self.no_usage())
 
     def _echoed_logprobs(
         self, stream: RequestStream, token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None]
     ) -> tuple[CompletionLogprobs, TextOffsets]:
         """A prompt's log-probabilities and its offsets, computed once for all its outputs, since it may be long."""
         if stream not in self._echoed:
-            offsets = TextOffsets(self._answer.spell)
-            self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, offsets), offsets
+            offsets = TextOffsets(self.spell)
+            self._echoed[stream] = completion_logprobs(token_ids, positions, self.spell, offsets), offsets
         return self._echoed[stream]
 
     def _choice_of(self, stream: RequestStream, choice: _TextProgress, output: CompletionOutput) -> CompletionChoice:
@@ -265,7 +281,7 @@ class CompletionAnswer(OpenAIEvents):
         if self._only_prompt:
             text, token_ids, positions = "", [], None if positions is None else []
         logprobs: CompletionLogprobs | None = None
-        if self._request.logprobs is not None:
+        if self.request.logprobs is not None:
             echoed: CompletionLogprobs | None = None
             before: TextOffsets | None = None
             if is_first and self._echo and stream.prompt_logprobs is not None:
@@ -273,8 +289,8 @@ class CompletionAnswer(OpenAIEvents):
             if choice.offsets is None:
                 tokenizer = stream.tokenizer if stream.params.skip_special_tokens else None
                 without = frozenset() if tokenizer is None else tokenizer.special_ids
-                choice.offsets = TextOffsets(self._answer.spell, before, without)
-            logprobs = completion_logprobs(token_ids, list(positions or []), self._answer.spell, choice.offsets)
+                choice.offsets = TextOffsets(self.spell, before, without)
+            logprobs = completion_logprobs(token_ids, list(positions or []), self.spell, choice.offsets)
             logprobs = logprobs if echoed is None else echoed.followed_by(logprobs)
         if is_first and self._echo:
             text = (stream.prompt.text or "") + text
@@ -285,9 +301,9 @@ class CompletionAnswer(OpenAIEvents):
             finish_reason="length" if self._only_prompt and output.finish_reason else output.finish_reason,
             stop_reason=None if self._only_prompt else output.stop_reason,
         )
-        if self._answer.return_token_ids:
+        if self.return_token_ids:
             result.prompt_token_ids = list(prompt_ids) if is_first else UNSET
             result.token_ids = token_ids
-        if is_first and self._request.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+        if is_first and self.request.prompt_logprobs is not None and stream.prompt_logprobs is not None:
             result.prompt_logprobs = prompt_logprobs(stream.prompt_logprobs)
         return result

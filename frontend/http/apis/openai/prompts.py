@@ -20,7 +20,7 @@ from headrace.frontend.http.apis.openai.requests import (
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
 from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
-from headrace.frontend.request.parameters.structured_outputs import from_body
+from headrace.frontend.request.parameters.thinking import reads_reasoning
 from headrace.frontend.request.parameters.token_rules import openai_bias
 from headrace.frontend.request.prompts import Prompt, packed
 from headrace.frontend.text.chat_template import (
@@ -92,7 +92,6 @@ def sampling_params(
         raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
     given = {name: getattr(request, name) for name in _PASSED_ON}
     given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
-    given["structured_outputs"] = from_body(request)
     given["extra_args"] = request.vllm_xargs or None
     if given["logprob_token_ids"]:
         if chosen.get("logprobs") is None:
@@ -219,11 +218,11 @@ def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param
     raise ContextLengthError(text, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new)
 
 
-def check_outputs(num_prompts: int, params: SamplingParams) -> None:
+def check_outputs(num_prompts: int, n: int, params: SamplingParams) -> None:
     """Raises ApiError for too many outputs, or for fields that are too large, since each output has its own copy."""
-    num_outputs = num_prompts * params.n
+    num_outputs = num_prompts * n
     if num_outputs > MAX_OUTPUTS:
-        raise bad_field("n", f"{num_prompts} prompts times n = {params.n} are more than {MAX_OUTPUTS} outputs")
+        raise bad_field("n", f"{num_prompts} prompts times n = {n} are more than {MAX_OUTPUTS} outputs")
     form, arguments = params.structured_outputs, params.extra_args
     sizes = [(name, "entries", len(getattr(params, name) or ()), MAX_TOKEN_RULES) for name in _RULES] + [
         ("bad_words", "characters", sum(map(len, params.bad_words or ())), MAX_TOKEN_RULES),
@@ -233,6 +232,14 @@ def check_outputs(num_prompts: int, params: SamplingParams) -> None:
     for name, unit, size, most in sizes:
         if size > 1 and num_outputs * size > most:
             raise bad_field(name, f"{name} has {size} {unit} for {num_outputs} outputs; together they may be {most}")
+
+
+def thinking_budget(request: GenerationRequest, prompt: Prompt, welcome: Welcome) -> int | None:
+    """The request's limit of reasoning tokens. Its thinking_budget counts where the reasoning can be told apart."""
+    own: int | None = getattr(request, "thinking_token_budget", None)
+    if own is not None or request.thinking_budget is None or not reads_reasoning(prompt, welcome):
+        return own
+    return request.thinking_budget
 
 
 class Salted(Protocol):

@@ -85,8 +85,8 @@ async def _generate(
         if isinstance(request, ChatBatchRequest):
             return prepare_chat_batch(request, engine, parts, name, tenant)
         if isinstance(request, ChatCompletionRequest):
-            return prepare_chat(request, engine, parts, name, tenant)
-        return prepare_completion(request, engine, parts, name, tenant)
+            return prepare_chat(request, engine, parts, f"chatcmpl-{name}", tenant)
+        return prepare_completion(request, engine, parts, f"cmpl-{name}", tenant)
 
     await state.generate(exchange, decode, prepare)
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, tokenize_texts
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
-from headrace.frontend.http.server.generation import Job, PreparedRequest
-from headrace.frontend.request.checks import NO_TOKENS, check_token_ids
+from headrace.frontend.http.server.generation import Answer, PreparedRequest
+from headrace.frontend.request.checks import check_token_ids
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool
 from headrace.frontend.request.prompts import Prompt, Tokenization, packed
@@ -129,12 +128,8 @@ def prepare_embedding(
     for index, prompt in enumerate(prompts):
         prompt.cache_salt = salt
         check_prompt(prompt, params, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
-    jobs = [
-        Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, NO_TOKENS, request.priority or 0, pooling=params)
-        for index, prompt in enumerate(prompts)
-    ]
     answer = EmbeddingAnswer(id, model, in_base64=request.encoding_format == "base64")
-    return PreparedRequest(engine=engine, jobs=jobs, answer=answer, streams=False)
+    return PreparedRequest(engine, id, prompts, [params] * len(prompts), answer, priority=request.priority or 0)
 
 
 def _prompts(
@@ -203,20 +198,16 @@ def check_prompt(prompt: Prompt, params: PoolingParams, welcome: Welcome, param:
         raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
 
 
-class EmbeddingAnswer:
+class EmbeddingAnswer(Answer):
     """Writes the response. It is never streamed."""
 
     def __init__(self, id: str, model: str, *, in_base64: bool) -> None:
         self._id, self._model, self._in_base64 = id, model, in_base64
-        self._streams: Sequence[RequestStream] = ()
-
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
 
     def whole(self) -> list[bytes]:
         items, num_tokens = list[EmbeddingItem](), 0
-        for index, stream in enumerate(self._streams):
-            assert isinstance(stream, PoolingStream), "its jobs pool"
+        for index, stream in enumerate(self.streams):
+            assert isinstance(stream, PoolingStream), "its prompts are pooled"
             assert stream.vectors is not None, "the streams have ended"
             values: list[Any] = [] if self._in_base64 else stream.vectors.tolist()
             told = base64.b64encode(stream.vectors).decode() if self._in_base64 else values
@@ -224,12 +215,3 @@ class EmbeddingAnswer:
             num_tokens += len(stream.prompt.token_ids or ())
         usage, created = EmbeddingUsage(num_tokens, num_tokens), int(time.time())
         return [msgspec.json.encode(EmbeddingResponse(self._id, "list", created, self._model, items, usage))]
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        raise NotImplementedError("vectors are answered whole")
-
-    def end(self) -> bytes:
-        raise NotImplementedError("vectors are answered whole")
-
-    def failure(self, error: BaseException) -> bytes:
-        raise NotImplementedError("vectors are answered whole")

@@ -10,15 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, check_text, tokenize_texts
 from headrace.frontend.http.apis.pooling.embeddings import EmbeddingUsage, check_prompt, items_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
-from headrace.frontend.http.server.generation import Job, PreparedRequest
-from headrace.frontend.request.checks import NO_TOKENS
+from headrace.frontend.http.server.generation import Answer, PreparedRequest
 from headrace.frontend.request.pair_prompts import scoring_task, similarity, tokenize_pairs
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
@@ -161,29 +159,19 @@ class ClassifyResponse(msgspec.Struct):
     usage: EmbeddingUsage
 
 
-class PooledAnswer:
+Write = Callable[[Sequence[PoolingStream], EmbeddingUsage], msgspec.Struct]
+
+
+class PooledAnswer(Answer):
     """Writes the response of all vectors. It is never streamed."""
 
-    def __init__(self, write: Callable[[Sequence[PoolingStream], EmbeddingUsage], msgspec.Struct]) -> None:
+    def __init__(self, write: Write) -> None:
         self._write = write
-        self._streams: Sequence[RequestStream] = ()
-
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
 
     def whole(self) -> list[bytes]:
-        streams = [stream for stream in self._streams if isinstance(stream, PoolingStream)]
+        streams = [stream for stream in self.streams if isinstance(stream, PoolingStream)]
         num_tokens = sum(len(stream.prompt.token_ids or ()) for stream in streams)
         return [msgspec.json.encode(self._write(streams, EmbeddingUsage(num_tokens, num_tokens)))]
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        raise NotImplementedError("scores are answered whole")
-
-    def end(self) -> bytes:
-        raise NotImplementedError("scores are answered whole")
-
-    def failure(self, error: BaseException) -> bytes:
-        raise NotImplementedError("scores are answered whole")
 
 
 Scored = ScoreRequest | RerankRequest
@@ -266,8 +254,7 @@ def prepare_classify(
         return ClassifyResponse(id, "list", int(time.time()), model, found, usage)
 
     names = ["input"] if len(prompts) == 1 else [f"input[{index}]" for index in range(len(prompts))]
-    jobs = _jobs(prompts, names, params, welcome, (id, cache_salt(request, tenant), request.priority))
-    return PreparedRequest(engine=engine, jobs=jobs, answer=PooledAnswer(write), streams=False)
+    return _ready(engine, prompts, names, params, (id, cache_salt(request, tenant), request.priority), write)
 
 
 def _prepared(
@@ -300,12 +287,12 @@ def _prepared(
     if task == "classify":
         kept = most_tokens(how, params, welcome)
         prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, request.instruction)
-        jobs = _jobs(prompts, [f"{names[1]}[{index}]" for index in range(len(pairs))], params, welcome, told)
+        of_prompts = [f"{names[1]}[{index}]" for index in range(len(pairs))]
 
         def of_pairs(streams: Sequence[PoolingStream], usage: EmbeddingUsage) -> msgspec.Struct:
             return write([each.vectors[0] for each in streams if each.vectors is not None], usage)
 
-        return PreparedRequest(engine=engine, jobs=jobs, answer=PooledAnswer(of_pairs), streams=False)
+        return _ready(engine, prompts, of_prompts, params, told, of_pairs)
     pooling = welcome.pooling
     assert pooling is not None, "it embeds"
     places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
@@ -313,31 +300,30 @@ def _prepared(
     encoded = tokenize_texts(texts, client.tokenizer, special=True, max_tokens=most, param=names[1])
     prompts = [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
     cut_to_pool(prompts, [params] * len(prompts), client.tokenizer, how, welcome)
-    jobs = _jobs(prompts, [names[1]] * len(prompts), params, welcome, told)
 
     def of_texts(streams: Sequence[PoolingStream], usage: EmbeddingUsage) -> msgspec.Struct:
         vectors = [stream.vectors for stream in streams if stream.vectors is not None]
         return write([similarity(pooling, vectors[places[a]], vectors[places[b]]) for a, b in pairs], usage)
 
-    return PreparedRequest(engine=engine, jobs=jobs, answer=PooledAnswer(of_texts), streams=False)
+    return _ready(engine, prompts, [names[1]] * len(prompts), params, told, of_texts)
 
 
-def _jobs(
+def _ready(
+    engine: Engine,
     prompts: Sequence[Prompt],
     names: Sequence[str],
     params: PoolingParams,
-    welcome: Welcome,
     told: tuple[str, str, int | None],
-) -> list[Job]:
-    """told: the response's id, the cache salt, and the priority. Raises ApiError."""
+    write: Write,
+) -> PreparedRequest:
+    """names: the prompts' fields, for errors. told: the response's id, the cache salt, and the priority. Raises
+    ApiError."""
+    assert engine.client is not None
     id, salt, priority = told
-    jobs = []
-    for index, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
+    for prompt, param in zip(prompts, names, strict=True):
         prompt.cache_salt = salt
-        check_prompt(prompt, params, welcome, param)
-        own = id if len(prompts) == 1 else f"{id}-{index}"
-        jobs.append(Job(own, prompt, NO_TOKENS, priority or 0, pooling=params))
-    return jobs
+        check_prompt(prompt, params, engine.client.welcome, param)
+    return PreparedRequest(engine, id, prompts, [params] * len(prompts), PooledAnswer(write), priority=priority or 0)
 
 
 def _params(request: Scored | ClassifyRequest, task: str, welcome: Welcome, model: str) -> PoolingParams:

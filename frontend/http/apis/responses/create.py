@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.chat import ChatParts, ChatWork, chat_work
+from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.client_tools import HOSTED, LeftOut, client_tools
 from headrace.frontend.http.apis.responses.conversation import (
@@ -31,13 +31,14 @@ from headrace.frontend.http.apis.responses.conversation import (
     without_oldest,
 )
 from headrace.frontend.http.apis.responses.items import APPROVAL_REQUEST, CUSTOM_CALL, Item, new_id
-from headrace.frontend.http.apis.responses.run import EventLog, ResponseObject, ResponseRun
+from headrace.frontend.http.apis.responses.run import EventLog, ResponseObject, ResponseRun, TurnAnswer
 from headrace.frontend.http.apis.responses.store import ResponseStore, Stored
 from headrace.frontend.http.apis.responses.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
 from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.server.exchange import LargeBodies
-from headrace.frontend.http.server.generation import Generator
+from headrace.frontend.http.server.generation import Generator, PreparedRequest
 from headrace.frontend.http.server.shared_database import SILENT_S, StoreError
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import QueueFullError
 
@@ -125,7 +126,7 @@ async def begin(
         tools=tools,
     )
     listings = [listing(label, called) for label in dict.fromkeys(labels.values())]
-    running = run.run(engine, work, turns.next if called else None, listings, approved, deadline_s)
+    running = run.run(work, turns.next if called else None, listings, approved, deadline_s)
     return Begun(run, running, stored)
 
 
@@ -204,13 +205,13 @@ def _work(
     engine: Engine,
     name: str,
     tenant: str,
-) -> ChatWork:
+) -> PreparedRequest:
     """What to run. With truncation: auto, drops the oldest turns that do not fit. Raises ApiError."""
 
-    def attempt(kept: list[Item]) -> ChatWork | ApiError:
+    def attempt(kept: list[Item]) -> PreparedRequest | ApiError:
         try:
             with renamed(OWN_NAMES):
-                return chat_work(as_chat(request, kept, tools), engine, chat, name, tenant)
+                return prepare_chat(as_chat(request, kept, tools), engine, chat, name, tenant, TurnAnswer)
         except ApiError as error:
             if error.body.code != "context_length_exceeded" or request.truncation != "auto":
                 raise
@@ -250,10 +251,10 @@ class _Turns:
         self._parts, self._request, self._items, self._make, self._tools = parts, request, items, make, tools
         self._calls_left = min(request.max_tool_calls or MOST_CALLS, MOST_CALLS)
 
-    async def first(self) -> ChatWork:
+    async def first(self) -> PreparedRequest:
         return await self._work(self._request, self._items)
 
-    async def next(self, run: ResponseRun) -> ChatWork | None:
+    async def next(self, run: ResponseRun) -> PreparedRequest | None:
         """The next prompt; None if the response ends: without calls, or with some for the client to run or approve."""
         if not run.items.calling:
             return None
@@ -273,14 +274,14 @@ class _Turns:
             run.is_cut = request.max_output_tokens <= 0
         return None if run.is_cut else await self._work(request, [*self._items, *run.items.done])
 
-    async def _work(self, request: ResponsesRequest, items: list[Item]) -> ChatWork:
+    async def _work(self, request: ResponsesRequest, items: list[Item]) -> PreparedRequest:
         called = [tool.as_function() for tool in self._tools.called.values()] if self._calls_left > 0 else []
         tools = [*self._tools.functions, *called] or None
         return await self._parts.bodies.work(size_of(request, items, tools), lambda: self._make(request, items, tools))
 
 
-MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]
-"""Makes a `ChatWork` from a request, the conversation's items, and the tools that the model sees."""
+MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], PreparedRequest]
+"""Makes what runs from a request, the conversation's items, and the tools that the model sees."""
 
 
 class AnswerTools(NamedTuple):
@@ -290,8 +291,10 @@ class AnswerTools(NamedTuple):
     """Those of MCP servers, by name."""
 
 
-def _response_of(request: ResponsesRequest, id: str, work: ChatWork, *, stores: bool) -> ResponseObject:
-    params, text, reasoning = work.job.params, request.text or {}, request.reasoning or {}
+def _response_of(request: ResponsesRequest, id: str, work: PreparedRequest, *, stores: bool) -> ResponseObject:
+    (params,), answer, text, reasoning = work.params, work.answer, request.text or {}, request.reasoning or {}
+    assert isinstance(params, SamplingParams), "a response generates"
+    assert isinstance(answer, TurnAnswer), "as `_work` makes it"
     return ResponseObject(
         id=id,
         created_at=int(time.time()),
@@ -300,7 +303,7 @@ def _response_of(request: ResponsesRequest, id: str, work: ChatWork, *, stores: 
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
-        model=work.answer.model,
+        model=answer.model,
         output=[],
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,

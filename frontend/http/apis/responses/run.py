@@ -17,14 +17,14 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.http.apis.openai.answer import TextAnswer
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
-from headrace.frontend.http.apis.openai.chat import ChatWork
+from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest
 from headrace.frontend.http.apis.responses.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems
 from headrace.frontend.http.server.connection import Connection
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.event_stream import KEEP_ALIVE
-from headrace.frontend.http.server.generation import Generator, took_too_long
+from headrace.frontend.http.server.generation import Generator, PreparedRequest, took_too_long
 from headrace.frontend.request.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import HeadraceError, let_interrupts_pass
@@ -194,14 +194,13 @@ class ResponseRun:
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done at the first token, or at the end."""
         self.error: BaseException | None = None
-        self._turn: _Turn | None = None
+        self._turn: TurnAnswer | None = None
         self.is_cut = False
         """Another turn would follow, but max_output_tokens are used up."""
 
     async def run(
         self,
-        engine: Engine,
-        work: ChatWork,
+        work: PreparedRequest,
         next_turn: NextTurn | None = None,
         listings: Sequence[Item] = (),
         approved: Sequence[Item] = (),
@@ -221,12 +220,12 @@ class ResponseRun:
                     self.items.add_listing(item)
                 for item in approved:
                     self.items.begin_call(item)
-                following: ChatWork | None = work
+                following: PreparedRequest | None = work
                 if approved and next_turn is not None:
                     following = await next_turn(self)
                 finish_reason: str | None = None
                 while following is not None:
-                    finish_reason = await self._generate(engine, following)
+                    finish_reason = await self._generate(following)
                     following = None if next_turn is None or finish_reason == "length" else await next_turn(self)
                 finish_reason = "length" if self.is_cut else finish_reason
             self.items.finish(is_complete=finish_reason != "length")
@@ -279,18 +278,21 @@ class ResponseRun:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    async def _generate(self, engine: Engine, work: ChatWork) -> str | None:
+    async def _generate(self, work: PreparedRequest) -> str | None:
         """Runs one prompt to the end of its output. Returns the finish reason."""
-        form_field = "text.format" if work.form_field == "response_format" else work.form_field
-        async with self._generator.running(engine, [work.job], form_field) as running:
-            (stream,) = running.streams
-            self._turn = turn = _Turn(stream, work, self.response.parallel_tool_calls)
-            running.events = self
+        if work.form_field == "response_format":
+            work.form_field = "text.format"
+        async with self._generator.running(work):
+            turn = work.answer
+            assert isinstance(turn, TurnAnswer), "as `create` makes it"
+            turn.attach(work.streams)
+            self._turn = turn
+            work.events = self
             if turn.sequence.has_news():  # output that came before this listener was set
-                self.on_step(stream)
-            await running.ended
-            if running.error is not None:
-                raise running.error
+                self.on_step(work.streams[0])
+            await work.ended
+            if work.error is not None:
+                raise work.error
             if self.error is not None:
                 raise self.error
             turn.read(self.items)
@@ -334,17 +336,21 @@ def _of_loop(time_s: float | None) -> float | None:
     return None if time_s is None else asyncio.get_running_loop().time() + time_s - time.monotonic()
 
 
-NextTurn = Callable[[ResponseRun], Awaitable[ChatWork | None]]
+NextTurn = Callable[[ResponseRun], Awaitable[PreparedRequest | None]]
 """Called when a turn is complete: returns the next prompt of the same response, None if it ends."""
 
 
-class _Turn:
-    """The output for one prompt of a response."""
+class TurnAnswer(TextAnswer):
+    """The output for one prompt of a response, as it becomes items."""
 
-    def __init__(self, stream: RequestStream, work: ChatWork, several_calls: bool) -> None:
-        self._stream, self._work, self._several_calls = stream, work, several_calls
-        (self.sequence,) = stream.sequences
-        self._reader = OutputParser(None, None) if work.make_reader is None else work.make_reader()
+    request: ChatCompletionRequest
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        super().attach(streams)
+        (self._stream,) = streams
+        (self.sequence,) = self._stream.sequences
+        self._several_calls = self.request.parallel_tool_calls is not False
+        self._reader = self.reader() or OutputParser(None, None)
         self._reasoning: list[str] = []
         self._untold: list[TokenLogprob] = []
         """Log-probabilities of tokens whose text has not been sent yet, or that have none."""
@@ -359,7 +365,7 @@ class _Turn:
         events = self._reader.feed(output.text) + (self._reader.finish() if self._has_ended else [])
         if output.logprobs is not None:
             most = self._stream.params.logprobs or 0
-            self._untold += chat_logprobs(output.token_ids, output.logprobs, self._work.answer.spell, most).content
+            self._untold += chat_logprobs(output.token_ids, output.logprobs, self.spell, most).content
         for told in events:
             if told.call > 0 and not self._several_calls:
                 continue
@@ -367,7 +373,7 @@ class _Turn:
                 self._reasoning.append(told.reasoning)
             if told.content or told.reasoning or told.call >= 0:
                 of_text = self._take_logprobs(told.content or told.reasoning)
-                if not told.reasoning or self._work.answer.has_reasoning:
+                if not told.reasoning or self.has_reasoning:
                     items.take(told, of_text if told.content else [])
         if events and events[-1].call >= 0:
             self._untold.clear()
