@@ -131,7 +131,8 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"LatentExpandedArgs", sizeof(LatentExpandedArgs)},
       {"StateStepC", sizeof(StateStep)},     {"StateUnitsC", sizeof(StateUnits)},
       {"DraftedC", sizeof(Drafted)},         {"ConvolveArgs", sizeof(ConvolveArgs)},
-      {"ScanArgs", sizeof(ScanArgs)},
+      {"ScanArgs", sizeof(ScanArgs)},         {"LinearAttentionArgs", sizeof(LinearAttentionArgs)},
+      {"SelectiveArgs", sizeof(SelectiveArgs)},  {"GatedNormArgs", sizeof(GatedNormArgs)},
       {"ProgramC", sizeof(Program)},
       {"Step", sizeof(Step)},
   };
