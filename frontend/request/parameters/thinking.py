@@ -73,13 +73,6 @@ def reads_reasoning(prompt: Prompt, welcome: Welcome) -> bool:
     return _as_configured(prompt.reasoning or _declared(welcome.reasoning_parser), welcome) is not None
 
 
-def limit_reasoning(budget: int | None, prompt: Prompt, params: SamplingParams, welcome: Welcome) -> None:
-    """Sets thinking_token_budget to `budget` where reasoning is known as such: elsewhere there is none to limit."""
-    if budget is not None and params.thinking_token_budget is None and reads_reasoning(prompt, welcome):
-        params.thinking_token_budget = None if budget == -1 else budget
-        params.verify()
-
-
 def _as_configured(declared: ReasoningFormat | None, welcome: Welcome) -> ReasoningFormat | None:
     """The format with the begin marker of the engine's reasoning_config; without a format, one made of that option's
     markers, or None. Raises InvalidRequestError if the option's end lacks the format's end marker."""
