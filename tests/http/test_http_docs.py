@@ -79,7 +79,7 @@ def test_a_documented_command_line_is_understood(command):
     """Its options exist and take what is said; what the rest does is for the tests of each command."""
     words = shlex.split(command)[1:]
     try:
-        parsed = cli._parser(words).parse_args(words)
+        parsed = cli.make_parser(words).parse_args(words)
     except SystemExit as refused:
         pytest.fail(f"{command}: exit status {refused.code}")
     assert isinstance(parsed, argparse.Namespace)

@@ -22,7 +22,7 @@ ECHO = ("--distributed-executor-backend", "null_with_tokenizer:EchoExecutor")
 TEMPLATE = ("--chat-template", "{{ messages[-1]['content'] }}")
 STEP_S = 0.004
 LONG = "the quick brown fox " * 400
-PHONE = {"viewport": {"width": 390, "height": 780}, "has_touch": True, "is_mobile": True}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 780}, "has_touch": True, "is_mobile": True}
 HOSTILE = """# <script>document.title = "pwned"</script>
 
 <img src=x onerror="document.title = 'pwned'"> <iframe srcdoc="<script>parent.document.title='pwned'</script>"></iframe>

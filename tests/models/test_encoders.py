@@ -68,6 +68,7 @@ def test_vectors_are_those_of_transformers_and_depend_on_nothing_else(encoder: P
 def test_a_prompt_may_be_as_long_as_the_model_and_no_longer(encoder: Path) -> None:
     with LLM(str(encoder), in_process=True, **ENGINE) as llm:
         most = llm.model_config.max_model_len
+        assert most is not None
         (longest,) = prompts_of((most,))
         assert_close(
             vectors(llm, [longest]), torch.nn.functional.normalize(states(encoder, longest).mean(0)[None], dim=1)

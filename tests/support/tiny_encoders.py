@@ -59,7 +59,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 """From a name to the beginning of transformers' class names and the config besides COMMON."""
 
 
-JINA_BERT = {
+JINA_BERT: dict[str, Any] = {
     "architectures": ["JinaBertForMaskedLM"], "model_type": "bert", "position_embedding_type": "alibi",
     "feed_forward_type": "geglu", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
     "intermediate_size": 80, "max_position_embeddings": 256, "vocab_size": VOCAB_SIZE, "type_vocab_size": 2,
