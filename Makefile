@@ -8,7 +8,15 @@ TYPES := $(VENV)/types/headrace
 # Tests pass keywords about and look inside unions; what they call is checked strictly where it is defined.
 RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-ignores \
   --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
+# A file's tests share what they start; tests/conftest.py says which files begin.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FOLDERS := core executor frontend ipc kernels
+# For `make check`: what has changed since the last commit, and since the branch left SINCE; and what mypy calls it.
+SINCE ?= main
+CHANGED = $(shell { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; \
+  git diff --name-only --diff-filter=d "$$(git merge-base HEAD $(SINCE))" HEAD; } 2>/dev/null | grep '\.py$$' | sort -u)
+TYPED = $(filter benchmarks/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(filter headrace/%,$(CHANGED))) \
+  $(addprefix $(TYPES)/,$(filter $(FOLDERS:=/%),$(CHANGED)))
 
 .PHONY: demo test test-system test-versions lint types types-of-tests fmt docs install demo-model bench-check
 .PHONY: package release-check clean distclean
@@ -18,12 +26,20 @@ FOLDERS := core executor frontend ipc kernels
 demo: demo-model
 	@PROMPT="$${PROMPT:-Why is the sky blue?}" $(BIN)/headrace demo
 
+# While one writes: in under a minute, what needs no process, no model and no torch (tests/check.txt).
+check: install $(TYPES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(strip $(TYPED)),$(BIN)/mypy $(TYPED))
+	$(if $(filter tests/%,$(CHANGED)),$(BIN)/mypy $(RELAXED) $(filter tests/%,$(CHANGED)))
+	$(BIN)/pytest $(PARALLEL) @tests/check.txt
+
 test: install demo-model lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest $(PARALLEL)
 
 # What takes too long for every change: whole matrices of deaths, long random runs, every model on several ranks.
 test-system: install demo-model
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m system
+	$(BIN)/pytest $(PARALLEL) -m system
 
 # With the lowest and the highest versions of the small dependencies that pyproject.toml allows.
 test-versions: install

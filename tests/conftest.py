@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from patience import within
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
@@ -43,6 +44,21 @@ LEFTOVER_GRACE_S = 5.0
 def pytest_xdist_auto_num_workers() -> int:
     """Half as many again as there are cores: tests wait for other processes for a third of their time."""
     return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
+LONG_FILES = (
+    *("kernels/test_triton_values.py", "fleet/test_scaling.py", "fleet/test_serve_fleet.py"),
+    *("http/test_http_restart.py", "parallel/test_shared_experts.py", "http/test_http_lifecycle.py"),
+    *("core/test_control.py", "fleet/test_fleet.py", "fleet/test_coordinator.py", "fleet/test_hosts.py"),
+    *("gpu/test_gpu_parallel.py", "parallel/test_node_drain.py", "checkpoints/test_hostile_files.py"),
+    *("checkpoints/test_remote_code.py", "http/test_http_limits.py"),
+)
+"""Begun first: if one of them were left for the end, the other processes would wait for it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    begun_first = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: begun_first.get(item.path, len(begun_first)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -105,7 +121,7 @@ def no_process_left_over() -> Iterator[None]:
     since = [process for process in _descendants() - before if _started_s(process) >= began_s]
     known = {process for process in since if process.pid == _template_helper()} | before
     left = [process for process in since if not known & {process, *_ancestors(process)}]
-    _, alive = psutil.wait_procs(left, timeout=LEFTOVER_GRACE_S)
+    _, alive = psutil.wait_procs(left, timeout=within(LEFTOVER_GRACE_S))
     names = [f"{process.pid} {_command(process)}" for process in alive]
     for process in alive:
         process.kill()

@@ -39,6 +39,8 @@ from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.runtime.pointers import pointer
 
 HUGE = (0, 1, 2**31, 2**32 - 1, 2**33, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1)
+FEW_OR_ALL = pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.system)])
+"""One of so many of the random files: each is a model that is opened, in a process that has torch."""
 TRIALS = str(Path(tiny_models.__file__).with_name("model_trials.py"))
 Trial = tuple[str, dict[str, Any] | None]
 
@@ -95,7 +97,8 @@ def changed(data: bytes, limit: int, chance: random.Random) -> bytes:
     return bytes(new)
 
 
-def test_gguf_headers(tmp_path: Path) -> None:
+@FEW_OR_ALL
+def test_gguf_headers(tmp_path: Path, share: int) -> None:
     chance = random.Random(1)
     sound = tiny_gguf.save_gguf(tiny_models.build("llama"), tmp_path / "sound.gguf")
     header = GGUFHeader(sound)
@@ -105,12 +108,12 @@ def test_gguf_headers(tmp_path: Path) -> None:
         spots += [start, start + 8 + len(key), start + 12 + len(key), start + 16 + len(key), end - 8]
     tensors = max(end for _, end in header._spans.values())
     spots += range(tensors, header._position - 8, 4)
-    for number, spot in enumerate(chance.sample(spots, 60)):
+    for number, spot in enumerate(chance.sample(spots, 60 // share)):
         value = chance.choice(HUGE)
         path = tmp_path / f"{number}.gguf"
         path.write_bytes(data[:spot] + struct.pack("<Q", value) + data[spot + 8 :])
         files[f"{value:#x} at {spot}"] = path
-    for number in range(40):
+    for number in range(40 // share):
         path = tmp_path / f"changed-{number}.gguf"
         path.write_bytes(changed(data, header._position, chance))
         files[path.name] = path
@@ -152,14 +155,15 @@ def test_many_missing_files_of_a_split_gguf_are_not_all_named(tmp_path: Path) ->
         GGUFFile(path)
 
 
-def test_safetensors_headers(copies: Callable[[str], Path], model: Path) -> None:
+@FEW_OR_ALL
+def test_safetensors_headers(copies: Callable[[str], Path], model: Path, share: int) -> None:
     chance, files = random.Random(2), {}
     (weights,) = model.glob("*.safetensors")
     data = weights.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     stored = json.loads(data[8 : 8 + length])
     names = [name for name in stored if name != "__metadata__"]
-    for number in range(40):
+    for number in range(40 // share):
         path = copies(weights.name)
         if number % 2:
             path.write_bytes(changed(data, 8 + length, chance))
@@ -173,14 +177,15 @@ def test_safetensors_headers(copies: Callable[[str], Path], model: Path) -> None
     assert_refused(files)
 
 
-def test_files_of_torch(copies: Callable[[str], Path], model: Path) -> None:
+@FEW_OR_ALL
+def test_files_of_torch(copies: Callable[[str], Path], model: Path, share: int) -> None:
     chance, files = random.Random(3), {}
     (weights,) = model.glob("*.safetensors")
     state = load_file(weights)
     for is_zip in (True, False):
         written = io.BytesIO()
         torch.save(state, written, _use_new_zipfile_serialization=is_zip)
-        for number in range(30):
+        for number in range(30 // share):
             path = copies(weights.name).with_name("pytorch_model.bin")
             path.write_bytes(with_changed_pickle(written.getvalue(), is_zip, chance))
             files[f"{is_zip} {number}"] = path.parent

@@ -18,7 +18,7 @@ import http_server
 import psutil
 import pytest
 from http_server import Server, ask, metric, null_engine_arguments, serving, wait_until
-from test_serve_fleet import busy_engine, engines_of, stream
+from test_serve_fleet import busy_engine, engines_of, stream, undisturbed
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli.main import main
@@ -63,7 +63,7 @@ def coordinators_of(server: Server) -> list[psutil.Process]:
 
 def test_several_http_processes_share_several_engines() -> None:
     with serving("-dp", "2", "--api-server-count", "2", null_model=SLOW) as server, ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        expected = undisturbed()
         (told,) = coordinators_of(server)
         streams = [pool.submit(stream, server, each) for each in range(6)]
         with server.client() as client:

@@ -16,7 +16,7 @@ import pytest
 import tiny_models
 from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import LATE, MISSABLE
-from test_serve_fleet import engines_of, stream
+from test_serve_fleet import engines_of, stream, undisturbed
 
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.cli.main import main
@@ -47,7 +47,7 @@ def streams_on_both(pool: ThreadPoolExecutor, server: Server) -> list[Future[dic
 def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str) -> None:
     arguments = ("-dp", "2", "--api-server-count", processes)
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        expected = undisturbed()
         streams = streams_on_both(pool, server)
         wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
         scale(server, 1, drain_timeout=0.5)  # its requests need six seconds: others go on with them
@@ -87,7 +87,7 @@ def test_more_engines_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     with serving("-dp", "2", null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(lambda each: stream(server, each), range(4)))
+        expected = undisturbed()[:4]
         streams = [pool.submit(stream, server, each) for each in range(4)]
         wait_until(lambda: client.get("/load").json()["server_load"] == 4, 30, "all to run")
         address = next(
@@ -108,7 +108,7 @@ def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixtu
 def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:
     arguments = ("-dp", "2", "--server-dev-mode")
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        expected = undisturbed()
         streams = streams_on_both(pool, server)
         running = [{"engine": str(rank)} for rank in range(2)]
         wait_until(
@@ -323,10 +323,10 @@ def test_two_scalings_at_once_both_end() -> None:
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> None:
-    model = {"load_delay_s": 3.0, "step_delay_s": 0.05}
+    model = {"load_delay_s": 3.0, **SLOW}
     arguments = ("-dp", "2", "--api-server-count", processes)
     with serving(*arguments, null_model=model) as server, ThreadPoolExecutor(1) as pool:
-        expected = stream(server, 1)
+        expected = undisturbed()[1]
         running = pool.submit(stream, server, 1)
         scaling = ThreadPoolExecutor(1).submit(scale, server, 3)
         wait_until(lambda: len(engines_of(server)) == 3, 30, "the third to be started")
@@ -349,11 +349,11 @@ def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = ("-dp", "2", "--api-server-count", processes, "--port", str(port))
-    server = Server(*arguments, "--distributed-executor-backend", LATE, null_model={"step_delay_s": 0.05})
+    server = Server(*arguments, "--distributed-executor-backend", LATE, null_model=SLOW)
     server.url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: _is_healthy(server), 60, "the first engine to serve")
-        expected = stream(server, 1)
+        expected = undisturbed()[1]
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(stream, server, 1)
             wait_until(lambda: len(engines_of(server)) == 2, 30, "the second engine to be started")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 from fake_core import FakeCore, Faults, ZmqCore, zmq_core
+from patience import within
 from source_tree import PYTHONPATH
 
 from headrace import EngineDeadError, ModelError, QueueFullError, SamplingParams, __version__
@@ -48,7 +49,7 @@ def test_a_refused_connection_fails_at_once(tmp_path: Path) -> None:
         start_s = time.monotonic()
         with pytest.raises(EngineDeadError, match=re.escape(f"no engine-core listens at {address}")):
             run(CoreClient.connect(address))
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < within(2.0)
 
 
 @pytest.mark.parametrize("address", ["tcp://10.1.2.3:5", "tcp://0.0.0.0:5", "http://127.0.0.1", "", "ipc://"])
@@ -148,30 +149,27 @@ def test_a_killed_core_is_noticed_at_once_and_its_cause_told(tmp_path: Path) -> 
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
 
-    async def test(cause_grace_s: float, kill: Callable[[CoreClient], None]) -> tuple[str, float]:
+    async def test(cause_grace_s: float, kill: Callable[[CoreClient], None]) -> str:
         client = CoreClient(ZmqTransport(address), cause_grace_s=cause_grace_s)
         await client.start()
         calls = [
             asyncio.ensure_future(client.submit(check(str(i), Prompt(token_ids=[5]), ENDLESS, client)).final())
             for i in range(2)
         ]
-        start_s = time.monotonic()
         kill(client)
         errors = await asyncio.gather(*calls, return_exceptions=True)
-        elapsed_s = time.monotonic() - start_s
         assert all(isinstance(error, EngineDeadError) for error in errors)
         await client.close()
-        return str(errors[0]), elapsed_s
+        return str(errors[0])
 
     def kill(client: CoreClient) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         client.fail_threadsafe(Failure(message="killed by signal 9"))
 
-    said, elapsed_s = run(test(5.0, kill))
+    said = run(test(60.0, kill))  # for longer than `run` lets it wait
     process.stdout.close()
     assert said == "killed by signal 9"
-    assert elapsed_s < 2.0
 
 
 def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(
@@ -195,7 +193,7 @@ def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(
         return elapsed_s
 
     try:
-        assert run(test()) < 8.0
+        assert run(test()) < within(8.0)
     finally:
         process.kill()
         process.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,9 +120,7 @@ def test_a_rank_that_does_not_come_is_another_ones_failure(run: Run) -> None:
             link.all_reduce(torch.ones(4))
         return str(error.value)
 
-    began_s = time.monotonic()
     assert run(world_of(2), body, deadline_s=0.5)[0]
-    assert time.monotonic() - began_s < 5
 
 
 def test_an_error_of_its_own_is_not_blamed_on_another(run: Run) -> None:

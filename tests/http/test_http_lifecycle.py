@@ -28,6 +28,7 @@ from http_server import (
     wait_until,
 )
 from null_with_tokenizer import HANGING
+from patience import within
 
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen
@@ -178,7 +179,7 @@ def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
                 client.post(COMPLETIONS, json=ENDLESS, timeout=httpx.Timeout(30, read=0.3))
         left_s = time.monotonic()
         wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 30, "the abort")
-        assert time.monotonic() - left_s < 1.0
+        assert time.monotonic() - left_s < within(1.0)
         assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from patience import within
 
 START_TIMEOUT_S = 60.0
 HERE = Path(__file__).parent
@@ -59,7 +60,7 @@ class Server:
     def wait_log(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits until the log matches the pattern."""
         assert self.process.stderr is not None
-        fd, end_s = self.process.stderr.fileno(), time.monotonic() + timeout_s
+        fd, end_s = self.process.stderr.fileno(), time.monotonic() + within(timeout_s)
         while not re.search(pattern, self.log):
             assert select.select([fd], [], [], max(0.0, end_s - time.monotonic()))[0], f"no {pattern!r}: {self.log}"
             data = os.read(fd, 65536)
@@ -130,9 +131,9 @@ def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    end_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < end_s, f"{what} did not happen within {timeout_s:g} s"
+        assert time.monotonic() - began_s < within(timeout_s), f"{what} did not happen within {timeout_s:g} s"
         time.sleep(0.01)
 
 
