@@ -24,13 +24,28 @@ SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}
 METHODS = {"ngram": NGRAM, "suffix": SUFFIX}
 
 
-def new_core(kind: str = "one", speculates: bool = True, **changes: Any) -> SteppedCore:
-    """Outputs go round in circles of five tokens, with an exception every now and then."""
+def new_core(
+    kind: str = "one", speculates: bool = True, *, token_s: float = 0.0, step_s: float = 0.0, **changes: Any
+) -> SteppedCore:
+    """Outputs go round in circles of five tokens, with an exception every now and then. A step takes step_s and, for
+    each token beyond the first, token_s, by the clock that results tell."""
     fields = {"cycle_tokens": 5, **changes.pop("model", {})}
     model = NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True, **fields)
-    return SteppedCore(
+    core = SteppedCore(
         model, executor_class=KINDS[kind], **{"speculative_config": NGRAM if speculates else {}, **changes}
     )
+    plans, collect, now_s = plans_of(core), core.loop.stages.collect, 0.0
+
+    def collect_timed() -> StepResult:
+        nonlocal now_s
+        result = collect()
+        num_tokens = next(plan.total_tokens for plan in reversed(plans) if plan.step == result.step)
+        began_s, now_s = now_s, now_s + step_s + token_s * (num_tokens - 1)
+        timed: StepResult = msgspec.structs.replace(result, began_s=began_s, ended_s=now_s)
+        return timed
+
+    core.loop.stages.collect = collect_timed
+    return core
 
 
 def plans_of(core: SteppedCore) -> list[StepPlan]:
@@ -153,21 +168,14 @@ def test_a_row_whose_drafts_are_wrong_gets_few_of_them() -> None:
 def test_where_a_token_costs_as_much_as_a_step_only_sure_drafts_are_made(method: dict[str, Any]) -> None:
     drafts, heard = [], []
     for token_s in (0.0, 0.01):
-        core = new_core(model={"cycle_tokens": 7}, speculative_config=method, max_model_len=600, num_blocks=200)
-        stages, now_s = core.loop.stages, 0.0
-        plans, collect = plans_of(core), stages.collect
-
-        def collect_timed(
-            collect: Any = collect, plans: list[StepPlan] = plans, token_s: float = token_s
-        ) -> StepResult:
-            nonlocal now_s
-            result = collect()
-            num_tokens = next(plan.total_tokens for plan in reversed(plans) if plan.step == result.step)
-            began_s, now_s = now_s, now_s + 0.01 + token_s * (num_tokens - 1)
-            timed: StepResult = msgspec.structs.replace(result, began_s=began_s, ended_s=now_s)
-            return timed
-
-        stages.collect = collect_timed
+        core = new_core(
+            model={"cycle_tokens": 7},
+            speculative_config=method,
+            max_model_len=600,
+            num_blocks=200,
+            step_s=0.01,
+            token_s=token_s,
+        )
         client = core.open()
         client.add(0, [5] * 4, max_tokens=500)
         core.run_until_idle()

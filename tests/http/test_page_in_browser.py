@@ -333,7 +333,12 @@ def test_one_of_several_engines_can_be_chosen_and_each_is_drawn(browser: Browser
 @pytest.mark.system
 def test_settings_go_with_the_next_question_and_stay(page: Page) -> None:
     sent: list[Any] = []
-    page.on("request", lambda request: sent.append(json.loads(request.post_data)) if request.method == "POST" else None)
+
+    def keep_posts(request: Any) -> None:
+        if request.method == "POST":
+            sent.append(json.loads(request.post_data))
+
+    page.on("request", keep_posts)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.5")
