@@ -175,7 +175,7 @@ LLM("m", max_num_sequences=4)  # wrong
 LLM("m", max_num_seqs="many")  # wrong
 EngineArgs("m", enable_lora="yes")  # wrong
 SamplingParams(temprature=1.0)  # wrong
-ScoringOutput(1.0)  # wrong
+ScoringOutput("high", 1, 2, 3)  # wrong
 LLM("m").generate("a")[0].outputs[0].txt  # wrong
 """
 

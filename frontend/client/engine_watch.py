@@ -41,9 +41,16 @@ class EngineSnapshot(msgspec.Struct, kw_only=True):
 class EngineWatch:
     """Queries one engine repeatedly, over one session. Everything runs in one asyncio loop."""
 
-    def __init__(self, address: str) -> None:
-        """Raises AddressError for an invalid address."""
-        self.address = check_address(address)
+    def __init__(self, address: str, *, is_listed: bool = False) -> None:
+        """Raises AddressError for an address that cannot be used, unless `is_listed`: then nobody asked for this engine
+        by name, and the reason is its snapshots' problem."""
+        self.address, self._refusal = address, ""
+        try:
+            self.address = check_address(address)
+        except AddressError as error:
+            if not is_listed:
+                raise
+            self._refusal = str(error)
         self._client: CoreClient | None = None
         self._welcome: Welcome | None = None
 
@@ -55,18 +62,14 @@ class EngineWatch:
 
     async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineSnapshot:
         """Reads the statistics now; any error is reported in the result's `problem`."""
-        stats, problem = None, ""
+        stats, problem = None, self._refusal
         try:
-            if self._client is None or self._client.failure is not None:
-                self._client = CoreClient(ZmqTransport(self.address))
-                await self._client.start(timeout_s, with_tokenizer=False)
-                self._welcome = self._client.welcome
-            stats = await self._client.call(GetStats, timeout_s)
+            stats = await self._ask(timeout_s) if not problem else None
         except EngineDeadError as error:
             problem = error.failure.message if error.failure is not None else str(error)
         record = None if self._welcome is not None or self.gone else record_of(self.address)
         pid = self._welcome.pid if self._welcome is not None else None if record is None else record.pid
-        if record is not None and not record.is_ready:
+        if record is not None and not record.is_ready and not self._refusal:
             problem = "it is starting"
         return EngineSnapshot(
             address=self.address,
@@ -77,6 +80,14 @@ class EngineWatch:
             stats=stats,
             problem=problem,
         )
+
+    async def _ask(self, timeout_s: float) -> EngineStats:
+        if self._client is None or self._client.failure is not None:
+            self._client = CoreClient(ZmqTransport(self.address))
+            await self._client.start(timeout_s, with_tokenizer=False)
+            self._welcome = self._client.welcome
+        stats: EngineStats = await self._client.call(GetStats, timeout_s)
+        return stats
 
     def close(self) -> None:
         """Ends the session. May be called again."""
@@ -92,18 +103,16 @@ def engine_addresses() -> list[str]:
     return [record.address for record in engine_records()]
 
 
-async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[EngineSnapshot]:
-    """Queries each engine once, all concurrently. Addresses without a listener are left out, unless `with_gone`.
-
-    Raises AddressError.
-    """
-    watches = [EngineWatch(address) for address in addresses]
+async def look_at(addresses: Sequence[str], *, are_listed: bool = True) -> list[EngineSnapshot]:
+    """Queries each engine once, all concurrently. are_listed: as by `engine_addresses`; then those without a listener
+    are left out. Raises AddressError for addresses that somebody named and that cannot be used."""
+    watches = [EngineWatch(address, is_listed=are_listed) for address in addresses]
     try:
         snapshots = await asyncio.gather(*(watch.look() for watch in watches))
     finally:
         for watch in watches:
             watch.close()
-    return [snapshot for watch, snapshot in zip(watches, snapshots, strict=True) if with_gone or not watch.gone]
+    return [snapshot for watch, snapshot in zip(watches, snapshots, strict=True) if not are_listed or not watch.gone]
 
 
 def check_seen(snapshots: Sequence[EngineSnapshot]) -> None:

@@ -292,7 +292,7 @@ def test_a_bound_on_concurrency_tells_the_wait_apart(capsys: pytest.CaptureFixtu
         (("--goodput", "itl:5"), "--goodput itl:5: it must be NAME:MILLISECONDS"),
         (("--goodput", "ttft"), "--goodput ttft: it must be NAME:MILLISECONDS"),
         (("--metric-percentiles", "50,200"), "--metric-percentiles=50,200"),
-        (("--percentile-metrics", "speed"), "speed is none of"),
+        (("--percentile-metrics", "speed"), "speed is unknown"),
         (("--header", "nonsense"), "--header (hidden): it must be KEY=VALUE"),
         (("--base-url", "localhost:80"), "it must be like http://127.0.0.1:8000"),
         (("--base-url", "http://localhost:99999"), "--base-url=http://localhost:99999"),

@@ -87,6 +87,17 @@ def test_an_engine_that_starts_is_listed_as_starting(
         port.close()
 
 
+def test_an_engine_whose_address_needs_keys_does_not_hide_the_others(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    OwnRecord("tcp://10.99.77.1:17501", this_kernel())
+    with zmq_core(model="here"):
+        refused, here = sorted(listed(capsys), key=lambda row: str(row["model"] or ""))
+    assert (here["model"], here["problem"]) == ("here", None)
+    assert refused["address"] == "tcp://10.99.77.1:17501"
+    assert "need keys" in str(refused["problem"])
+
+
 def test_an_engine_that_is_asked_for_and_gone_is_told_once(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

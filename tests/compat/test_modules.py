@@ -96,7 +96,7 @@ def test_config_and_type_names_are_where_vllm_defines_them() -> None:
         ("lora.resolver", "merge the adapter"),
         ("ir", "a program of its own"),
         ("transformers_utils.config", "get_tokenizer"),
-        ("entrypoints.pooling", "only embeddings"),
+        ("entrypoints.pooling", "LLM.embed, classify"),
         ("entrypoints.cli.serve", "a program of its own"),
         ("v1.core.sched.output", "a program of its own"),
         ("utils.nobody_knows", "headrace.utils"),

@@ -92,7 +92,7 @@ def test_an_engine_sleeps_until_all_of_it_is_woken(server, client):
     for stream in (False, True):
         refused = client.post(COMPLETIONS, json={**ASKED, "stream": stream})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
-        assert "until wake_up" in refused.json()["error"]["message"]
+        assert "wake_up" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) > 0
     assert client.post("/wake_up?tags=weights").status_code == 200
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}

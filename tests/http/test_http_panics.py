@@ -40,8 +40,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "/api/generate": [{"prompt": PANICS}, {"prompt": "Hello", "system": PANICS}, {"prompt": PANICS, "raw": True}],
 }
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
-WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", "/v1/embeddings"}
-"""Routes with a body of which no tokens are made here: this model makes no embeddings, which is said before."""
+POOLED = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify", "/v1/embeddings"}
+"""This model makes no vectors, which is said before tokens are made."""
+WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", *POOLED}
+"""Routes with a body of which no tokens are made here."""
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,8 @@ def test_attention_to_later_tokens_too(soft_cap: float | None, window: int | Non
             1.0, float(expected.abs().max())
         )
     for version in ops()["paged_attention"].versions:
-        assert "causal" in version.why_not(head_dim=24, num_heads=6, num_kv_heads=2, is_causal=False)
+        if version.name != "cpu_native":  # tests/models/test_encoders.py compares models that compute by it
+            assert "causal" in version.why_not(head_dim=24, num_heads=6, num_kv_heads=2, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)

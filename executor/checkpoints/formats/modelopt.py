@@ -67,12 +67,17 @@ class ModelOpt(Format):
         Stored(
             "FP8: float8_e4m3fn, a scale for the matrix or each row; activations stay in floats",
             ("e4m3",),
-            ("modelopt fp8", "modelopt mixed"),
+            ("modelopt fp8",),
         ),
         Stored(
             "NVFP4: 4-bit floats in groups of 16; activations stay in floats",
             ("float4",),
-            ("modelopt nvfp4", "modelopt mixed"),
+            ("modelopt nvfp4",),
+        ),
+        Stored(
+            "MIXED_PRECISION: FP8 and NVFP4, by module",
+            ("e4m3", "float4"),
+            ("modelopt mixed",),
         ),
     )
     made_by = (

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     use_keys(arguments.keys, insecure=False)
     asked: list[str] = arguments.engine or []
-    snapshots = run_async(lambda: look_at(asked or engine_addresses(), with_gone=bool(asked)))
+    snapshots = run_async(lambda: look_at(asked or engine_addresses(), are_listed=not asked))
     if arguments.json:
         import json
 

@@ -126,7 +126,7 @@ class WatchedEngines:
                 self._forget(address)
         for address in addresses:
             if address not in self._watches:
-                self._watches[address] = EngineWatch(address)
+                self._watches[address] = EngineWatch(address, is_listed=self._fixed is None)
         snapshots = await asyncio.gather(*(self._watches[address].look() for address in addresses))
         rows = []
         for snapshot in snapshots:
