@@ -65,7 +65,7 @@ def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
             wait_until(lambda: ranks_up(client) == [0, 1, 2], 30, "the engines of the other host")
             expected = undisturbed()
             seen = asyncio.run(look_at(engine_addresses()))
-            at_tcp = [each for each in seen if each.address.startswith("tcp://")]
+            at_tcp = [each for each in seen if each.address.startswith("tcp://127.0.0.1:")]
             assert len(at_tcp) >= 3
             assert all(wants_keys(each.address) for each in at_tcp), "nor use or drain the engines"
             assert all(each.stats is not None for each in at_tcp), "their own user finds the keys"
