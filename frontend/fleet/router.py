@@ -67,7 +67,8 @@ class Router:
         self._chance = chance
         self.members: dict[str, Member] = {}
         self._groups: dict[str, Group] = {}  # by version: engines between which a request may move
-        self.held: dict[RoutedRequest, None] = {}
+        self.held: dict[RoutedRequest, str] = {}
+        """Requests without an engine, each with the reason that its move counts under."""
         self._places_held_from_s = 0.0
         self.watched: dict[Member, None] = {}
         """The members that a tick checks: with requests, unhealthy, or temporarily full."""
@@ -278,7 +279,7 @@ class Router:
             if is_ending and (group.awaited or any(not each.is_draining for each in group.members)):
                 request.rank = None
                 request.refusals.clear()
-                self.held[request] = None
+                self.held[request] = "held"
                 return Wait(request, member, "refused")
             return self._fail(request, member, failure)
         self._board(request, target, now_s)
@@ -491,7 +492,7 @@ class Router:
             request.note_move()
         if now_s < self._places_held_from_s:
             request.rank = None
-            self.held[request] = None
+            self.held[request] = reason
             return Wait(request, member, reason)
         return self._resume(request, member, reason, now_s, failure)
 
@@ -510,7 +511,7 @@ class Router:
                 self._board(request, target, now_s)
                 self.migrations[reason] += 1
                 return Move(request, source, target, reason)
-        self.held[request] = None
+        self.held[request] = "held"
         return Wait(request, source, reason)
 
     def _place_held(self, now_s: float) -> list[Decision]:
@@ -525,10 +526,10 @@ class Router:
                 target, _ = self._choose(request, now_s)
             except (NoEngineError, AllFullError):
                 continue
-            del self.held[request]
+            reason = self.held.pop(request)
             self._board(request, target, now_s)
-            self.migrations["held"] += 1
-            decisions.append(Move(request, None, target, "held"))
+            self.migrations[reason] += 1
+            decisions.append(Move(request, None, target, reason))
         return decisions
 
     def _move_off(self, member: Member, reason: str, now_s: float) -> list[Decision]:

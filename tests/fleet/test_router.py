@@ -84,6 +84,7 @@ def test_of_engines_of_other_hosts_that_end_together_a_request_loses_one() -> No
     (move,) = router.tick(1.25)
     assert isinstance(move, Move)
     assert (move.target.facts.name, stream.deaths_without_token) == (others[2], 1)
+    assert (move.reason, dict(router.migrations)) == (waits.reason, {waits.reason: 1})
 
 
 def test_equal_requests_are_spread_evenly() -> None:

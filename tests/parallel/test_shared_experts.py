@@ -365,7 +365,7 @@ def test_one_that_is_stopped_is_named_and_waited_for_and_the_tokens_stay(
 def test_when_none_is_started_again_all_end_and_their_requests_fail_with_the_cause(
     model: Path, victim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.frontend.api.llm.RESTARTS", 0)
+    monkeypatch.setattr("headrace.frontend.fleet.start.RESTARTS", 0)
     with LLM(str(model), **options) as llm:
         before = daemons()
         llm.enqueue(PROMPTS, params(len(PROMPTS)))
