@@ -61,7 +61,10 @@ class _Step:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is not None:
             let_interrupts_pass(error)
-            self._matcher.stopped = f"the library that follows the grammar failed: {error!r}"
+            if isinstance(error, MemoryError) or "bad_alloc" in str(error):  # as C++ names it
+                self._matcher.stopped = "following the grammar takes more than the memory that it may use"
+            else:
+                self._matcher.stopped = f"the library that follows the grammar failed: {error!r}"
         elif time.thread_time() - self._began_s > MOST_STEP_S:
             limit = f"{MOST_STEP_S:g} s for one token, the most it may"
             self._matcher.stopped = f"following the grammar takes more than {limit}"

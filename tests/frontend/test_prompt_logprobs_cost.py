@@ -23,8 +23,9 @@ from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepResult
 
-FEW, TIMES, MOST_TIMES = 250, 16, 40
-"""A search in a list of all for each would make it 256 times as much."""
+FEW, TIMES, MOST_TIMES = 250, 16, 120
+"""A search in a list of all for each would make it 256 times as much. Processors that others use too cost many times
+more for each position of a long prompt, as little of it stays in their caches."""
 
 
 def rows(count: int) -> LogprobRows:
