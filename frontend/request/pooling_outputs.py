@@ -116,15 +116,16 @@ class ScoringOutput:
         return f"ScoringOutput(score={self.score})"
 
 
+def _all_but_outputs(request_output: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
+    names = ("request_id", "prompt_token_ids", "num_cached_tokens", "finished")
+    return {name: getattr(request_output, name) for name in names}
+
+
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
         return ClassificationRequestOutput(
-            request_id=request_output.request_id,
-            outputs=ClassificationOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            num_cached_tokens=request_output.num_cached_tokens,
-            finished=request_output.finished,
+            outputs=ClassificationOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
         )
 
 
@@ -132,11 +133,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
         return ScoringRequestOutput(
-            request_id=request_output.request_id,
-            outputs=ScoringOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            num_cached_tokens=request_output.num_cached_tokens,
-            finished=request_output.finished,
+            outputs=ScoringOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
         )
 
 
@@ -144,9 +141,5 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
         return EmbeddingRequestOutput(
-            request_id=request_output.request_id,
-            outputs=EmbeddingOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            num_cached_tokens=request_output.num_cached_tokens,
-            finished=request_output.finished,
+            outputs=EmbeddingOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
         )

@@ -142,7 +142,8 @@ class Drafting(StepFeature):
     # --- results ------------------------------------------------------------------------------------------------
 
     def take(self, result: StepResult) -> None:
-        self._costs.take(result)
+        if self._own:
+            self._costs.take(result)
         if result.counts is not None:
             self._judge(result.rows, result.counts)
         for drafter in self._own:

@@ -2,13 +2,13 @@
 
 import math
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
 from headrace.executor.models.blocks import NoFfn
 from headrace.executor.models.blocks.selective import Selective
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import flag, integer, number
 from headrace.executor.models.families._ssd import require_silu
-from headrace.executor.models.families.mamba2 import DEFAULT_CONTEXT
+from headrace.executor.models.families.mamba2 import DEFAULT_CONTEXT, NAMES
 from headrace.ipc.failure import ModelError
 
 FALCON = "FalconMambaForCausalLM"
@@ -49,13 +49,7 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("rms", eps),
         tied_head=flag(config, "tie_word_embeddings", True),
         fused=mixer.fused(),
-        names=WeightNames(
-            prefixes=("backbone.", "model.backbone."),
-            lm_heads=("lm_head", "model.lm_head"),
-            embedding="embeddings",
-            final_norm="norm_f",
-            attention_norm="norm",
-        ),
+        names=NAMES,
     )
 
 

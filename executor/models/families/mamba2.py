@@ -10,6 +10,14 @@ from headrace.ipc.failure import ModelError
 
 DEFAULT_CONTEXT = 1 << 20
 """Its state has a fixed size, so nothing but the training limits the length; llama.cpp has the same number."""
+NAMES = WeightNames(
+    prefixes=("backbone.", "model.backbone."),
+    lm_heads=("lm_head", "model.lm_head"),
+    embedding="embeddings",
+    final_norm="norm_f",
+    attention_norm="norm",
+)
+"""Mamba's, too."""
 
 
 def build(config: Config) -> ArchSpec:
@@ -42,13 +50,7 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("rms", eps),
         tied_head=flag(config, "tie_word_embeddings", False),
         fused=mixer.fused() if not mixer.problem() else (),
-        names=WeightNames(
-            prefixes=("backbone.", "model.backbone."),
-            lm_heads=("lm_head", "model.lm_head"),
-            embedding="embeddings",
-            final_norm="norm_f",
-            attention_norm="norm",
-        ),
+        names=NAMES,
     )
 
 
