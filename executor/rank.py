@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import Attachment, AttachmentError, Drafts, StepPlan, StepResult, TokenMasks
 
@@ -111,6 +113,19 @@ class ModelHost(ABC):
         Called while there is nothing to compute, until it returns False or a message arrives.
         """
         return False
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        """Reads an adapter's files, each once, and puts it into the slot, in place of what was there.
+
+        Called on a thread of its own, beside `submit` and `collect` on theirs. No step that is not collected, and none
+        that is submitted before this returns, has a row with this slot; steps with other slots run meanwhile, so what
+        they read changes at one point. Raises ModelError with the cause, and leaves the slot empty.
+        """
+        raise ModelError(f"{type(self).__name__} has no adapters (enable_lora)")
+
+    def drop_adapter(self, slot: int) -> None:
+        """Empties the slot and frees its memory. Called on the thread of `load_adapter`, under the same conditions."""
+        raise ModelError(f"{type(self).__name__} has no adapters (enable_lora)")
 
     @abstractmethod
     def stop(self) -> None:

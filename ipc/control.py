@@ -4,8 +4,9 @@
     client <-- Reply(call, result) ------- core's loop <-- WorkerAnswer of each rank --------/
 
 The loop carries out one command after another, between steps and with no step in flight, so a command never takes
-effect in the middle of a request's step. In-process and multi-process engines use the same messages. Clients cannot
-call Headrace's own methods by name: they can send the commands below, and call a worker extension (`CallExtension`).
+effect in the middle of a request's step. Only commands of adapters are carried out beside steps. In-process and
+multi-process engines use the same messages. Clients cannot call Headrace's own methods by name: they can send the
+commands below, and call a worker extension (`CallExtension`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.ipc.adapters import AdapterInfo, AdapterName, Adapters
 from headrace.ipc.ranges import Range
 
 
@@ -114,8 +116,53 @@ class ResetMMCache(Command, frozen=True):
     """
 
 
+class LoadAdapter(Command, frozen=True):
+    """Registers an adapter under a name, and loads it. Running requests' steps go on meanwhile. The reply, an
+    AdapterInfo, comes once it is loaded; if that fails, nothing has changed.
+
+    Refused without `in_place` if the name is registered with another path, or is the model's own. With the same path it
+    is loaded if it is not in memory, and that is all.
+    """
+
+    name: AdapterName
+    path: AdapterName
+    """A folder, or a GGUF file."""
+    in_place: bool = False
+    """Read the path again, whatever is registered under the name: a new version for the requests that come from now on.
+    Those that the engine has keep theirs."""
+    pinned: bool = False
+    """It stays in memory, as by PinAdapter."""
+    is_3d: bool = False
+    """Factors of experts are stored as one tensor of all experts where the files do not show it."""
+    base_model_name: AdapterName = ""
+    """The model that it was trained for, for lists of models."""
+
+
+class UnloadAdapter(Command, frozen=True):
+    """Forgets a name: new requests for it are refused at once, and those that the engine has finish with their version,
+    whose memory is freed then. The reply is empty, and does not wait for them."""
+
+    name: AdapterName
+
+
+class PinAdapter(Command, frozen=True):
+    """Keeps an adapter in memory from now on, loading it first if it is not there. The reply is an AdapterInfo."""
+
+    name: AdapterName
+
+
+class ListAdapters(Command, frozen=True):
+    """The reply is Adapters."""
+
+
+AdapterCommand = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters
+"""Carried out beside running steps (core/adapters/)."""
+
+
 ForWorkersToo = Sleep | WakeUp | StartProfile | StopProfile | DescribeEngine | CallExtension
-Commands = PauseGeneration | ResumeGeneration | DrainEngine | ReloadWeights | ResetMMCache | ForWorkersToo
+Commands = (
+    PauseGeneration | ResumeGeneration | DrainEngine | ReloadWeights | ResetMMCache | AdapterCommand | ForWorkersToo
+)
 
 
 class PrepareWeights(Command, frozen=True):
@@ -187,4 +234,4 @@ class EngineReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     """By rank; see WorkerAnswer.facts."""
 
 
-ControlResult = ProfileFiles | ExtensionAnswers | EngineReport
+ControlResult = ProfileFiles | ExtensionAnswers | EngineReport | AdapterInfo | Adapters

@@ -101,6 +101,10 @@ class InvalidRequestError(HeadraceError, ValueError):
         return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank", "request_id")) else None
 
 
+class UnknownAdapterError(InvalidRequestError):
+    """No adapter is registered under the name that the request gives."""
+
+
 class Interrupt(SystemExit, KeyboardInterrupt):
     """What a signal's handler raises to end the process: no exit that code of others asked for."""
 

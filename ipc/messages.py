@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.ipc.adapters import MOST_USED, AdapterInfo, Adapters, AdapterStats, AdapterUse
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
@@ -206,6 +207,8 @@ class AddRequest(Message):
     """How many of the last prompt_token_ids are output of another engine, from which the request continues."""
     inputs: Annotated[tuple[RowInput, ...], Longest(1 << 16)] = ()
     """What stands in the place of prompt tokens, in the order of positions."""
+    adapters: Annotated[tuple[AdapterUse, ...], Longest(MOST_USED)] = ()
+    """What is added to the model's weights for this request; each adapter once."""
 
 
 class Abort(Message):
@@ -328,6 +331,9 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """Prompt tokens that came from the prefix cache."""
     seed: int | None = None
     """The seed that the core drew, if the request had none: another engine can continue with it."""
+    adapters: tuple[str, ...] = ()
+    """The identity of each of AddRequest.adapters: another engine must continue with the same; "" for one with scale 0.
+    """
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -505,6 +511,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """`capacity` for requests in the queue, and the reason of each gate that holds some (core/engine/gates.py)."""
     expert_balance: ExpertBalance | None = None
     """Of the last pipeline stage, with enable_eplb, once it has been measured."""
+    adapters: AdapterStats | None = None
+    """None without enable_lora."""
 
 
 class Welcome(Message):
@@ -561,6 +569,10 @@ class Welcome(Message):
     model_version: str = ""
     """Engines with the same version generate the same tokens for the same request. It changes when weights are
     reloaded; the core then sends Welcome again."""
+    max_loras: int = 0
+    """Most distinct adapters of a step, and of a request; 0: requests may have none (enable_lora)."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """All registered ones; the core sends Adapters on each change."""
 
 
 class Reply(Message):
@@ -620,7 +632,9 @@ class EngineFailed(Message):
     failure: Failure
 
 
-CoreMessage = Welcome | StepOutputs | Reply | Load | PrefixEvents | Refused | Dismissed | Draining | EngineFailed
+CoreMessage = (
+    Welcome | StepOutputs | Reply | Load | PrefixEvents | Adapters | Refused | Dismissed | Draining | EngineFailed
+)
 
 
 # --- parent -> child program and back, on an inherited socket (see channel.py) -----------------------------------

@@ -17,6 +17,7 @@ import zlib
 
 import msgspec
 
+from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.row_inputs import HASH_BYTES, RowInput
 
 CHUNK_TOKENS = 64
@@ -46,21 +47,30 @@ class PrefixKey(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     weights: str = ""
     """`Welcome.model_version`"""
-    adapters: tuple[str, ...] = ()
-    """Identities of what is added to the weights for this request. No engine has any yet."""
+    adapters: tuple[KeyAdapter, ...] = ()
+    """What is added to the weights for this request."""
     inputs: tuple[RowInput, ...] = ()
     """In the order of positions."""
 
     @property
     def root(self) -> bytes:
         """What the names of all prefixes begin with."""
-        return msgspec.msgpack.encode((self.cache_salt, self.weights, self.adapters))
+        of_all = [(each.identity, each.scale) for each in self.adapters if not each.from_position]
+        return msgspec.msgpack.encode((self.cache_salt, self.weights, of_all))
+
+    @property
+    def is_root_alone(self) -> bool:
+        """Whether `of` is empty for all tokens."""
+        return not self.inputs and not any(each.from_position for each in self.adapters)
 
     def of(self, first: int, last: int) -> bytes:
         """What belongs to the tokens [first, last), besides their ids, in the names of prefixes that include them."""
-        if not self.inputs:
+        if self.is_root_alone:
             return b""
         parts = list[bytes | memoryview]()
+        for adapter in self.adapters:  # names go on from those before, so where it begins to apply is enough
+            if adapter.from_position and first <= adapter.from_position < last:
+                parts.append(msgspec.msgpack.encode((adapter.identity, adapter.scale, adapter.from_position - first)))
         for each in self.inputs[bisect.bisect_right(self.inputs, first, key=lambda each: each.end) :]:
             if each.start >= last:
                 break
@@ -81,7 +91,7 @@ def first_name(key: PrefixKey) -> int:
 def next_name(name: int, tokens: bytes | memoryview, key: PrefixKey, first: int) -> int:
     """The name of a prefix that is longer by a chunk. tokens: the chunk's, little-endian int32; first: its position."""
     name = zlib.crc32(tokens, name)
-    return zlib.crc32(key.of(first, first + len(tokens) // TOKEN_BYTES), name) if key.inputs else name
+    return name if key.is_root_alone else zlib.crc32(key.of(first, first + len(tokens) // TOKEN_BYTES), name)
 
 
 def prefix_names(tokens: bytes | memoryview, key: PrefixKey, chunk: int) -> list[int]:

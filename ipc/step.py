@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import ExpertBalance, LogprobRows, Task
 from headrace.ipc.row_inputs import RowInput
@@ -45,6 +46,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     state_source: np.ndarray = _NO_PAGES
     """[as state_pages] int32: the pages of the snapshot that the row starts from, which is of the first
     num_computed_tokens tokens. Others may read them too, so they are not written. Empty: it starts without a state."""
+    adapters: tuple[RowAdapter, ...] = ()
+    """What is added to the weights for this row, as long as the request is in it. No two have the same slot."""
 
 
 class StepSizes(NamedTuple):

@@ -104,6 +104,8 @@ class Admission:
             )
         if (failure := self._check_inputs(message)) is not None:
             return failure
+        if message.adapters:
+            return self.refusal("adapters are given, and this engine takes none: start it with enable_lora")
         if isinstance(message.task, Pool):
             return (
                 self.refusal("a request that pools has no output to go on from") if message.num_resumed_tokens else None

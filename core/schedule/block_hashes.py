@@ -37,10 +37,11 @@ class BlockHasher:
         """
         size, step, num_before = self.block_size, self._step, len(hashes)
         parent = hashes[-1] if hashes else step(b"headrace", key.root)
+        is_root_alone = key.is_root_alone
         data = token_ids[len(hashes) * size : num_blocks * size].astype("<i4", copy=False).tobytes()
         for start in range(0, len(data), 4 * size):
             block = data[start : start + 4 * size]
-            if key.inputs:
+            if not is_root_alone:
                 first = len(hashes) * size
                 block += key.of(first, first + size)
             parent = step(parent, block)

@@ -15,6 +15,7 @@ from test_steady import Noting
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.testing.null import INPUT_WIDTH
 from headrace.ipc import plugins
+from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.codec import Codec, Tensor
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import (
@@ -131,7 +132,7 @@ def test_a_key_tells_apart_what_its_parts_tell_apart() -> None:
         PrefixKey(),
         PrefixKey("a"),
         PrefixKey(weights="a"),
-        PrefixKey(adapters=("a",)),
+        PrefixKey(adapters=(KeyAdapter("a"),)),
         PrefixKey(inputs=(one,)),
         PrefixKey(inputs=(moved,)),
         PrefixKey(inputs=(msgspec.structs.replace(one, kind="soft"),)),
