@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.core.options.adapters import MOST_RANK
 from headrace.core.options.model_options import MODEL, ModelOptions
 from headrace.core.options.option import Option
 
 CACHE, SCHEDULER, PROCESS, PARALLEL = "KV cache", "Scheduler", "Process", "Parallel execution"
+ADAPTERS = "Adapters (LoRA)"
 
 
 class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,6 +223,66 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             default_text="that class",
         ),
     ] = ""
+
+    enable_lora: Annotated[
+        bool,
+        Option(
+            ADAPTERS,
+            "Let requests add adapters to the model's weights: each is loaded when it is first needed, beside running "
+            "requests",
+        ),
+    ] = False
+    max_loras: Annotated[
+        int,
+        Option(
+            ADAPTERS,
+            "Most distinct adapters of the requests that run at once; requests with others wait, and are passed by "
+            "those behind them for a bounded number of steps",
+            "adapters",
+            minimum=1,
+        ),
+    ] = 8
+    max_cpu_loras: Annotated[
+        int | None,
+        Option(
+            ADAPTERS,
+            "Most adapters in memory, at least max_loras. Any number may be registered: those that were used least "
+            "recently, are not pinned and have no requests make room, and are read again when they are needed",
+            "adapters",
+            minimum=1,
+            default_text="64, or max_loras where that is more",
+        ),
+    ] = None
+    max_lora_rank: Annotated[
+        int,
+        Option(
+            ADAPTERS,
+            "Highest rank of an adapter; an adapter takes the memory of its own rank",
+            minimum=1,
+            maximum=MOST_RANK,
+        ),
+    ] = MOST_RANK
+    lora_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Option(ADAPTERS, "Type in which adapters are kept and multiplied; auto is dtype"),
+    ] = "auto"
+    fully_sharded_loras: Annotated[
+        bool,
+        Option(
+            ADAPTERS,
+            "With tensor_parallel_size, divide both factors of each matrix among the ranks, instead of only the one "
+            "that the matrix' own division divides",
+        ),
+    ] = False
+    lora_target_modules: Annotated[
+        tuple[str, ...],
+        Option(
+            ADAPTERS,
+            "Modules that adapters may change, by the ends of their names, such as q_proj v_proj; an adapter's "
+            "matrices of others are left out",
+            default_text="all",
+        ),
+    ] = ()
 
     tensor_parallel_size: Annotated[
         int,

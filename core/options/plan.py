@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.options.adapters import AdapterLimits
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.reasoning import Reasoning
@@ -83,6 +84,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt is computed in one step, since its tokens attend to the tokens after them."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
+    why_no_adapters: str = "its executor reads none"
+    """Why requests can have no adapters; empty if they can."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -111,6 +114,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...]
     speculation: Speculation | None = None
     """How requests get draft tokens. None: without drafts."""
+    adapters: AdapterLimits | None = None
+    """How requests may have adapters. None: they may not."""
     attachments: tuple[str, ...] = ()
     """Kinds of attachments that steps may carry; a rank that does not read one refuses the plan."""
     structured_outputs: StructuredOutputs = StructuredOutputs()

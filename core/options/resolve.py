@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.core.options.adapters import adapters_of
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
 from headrace.core.options.quantization_names import BY_DEVICE, TO_FORMS, check_name
@@ -56,6 +57,9 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         why = model.why_no_row_inputs or "its executor reads none"
         raise OptionError(f"enable_prompt_embeds: {model.name} takes no embeddings in the place of tokens: {why}")
     dtype = decide("dtype", *_dtype(options, model))
+    adapters = adapters_of(options, dtype)
+    if adapters is not None and model.why_no_adapters:
+        raise OptionError(f"enable_lora: {model.name} takes no adapters: {model.why_no_adapters}")
     max_model_len = decide("max_model_len", *_max_model_len(options, model))
     tokens, tokens_reason = _max_num_batched_tokens(options, model, max_model_len)
     max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, model, tokens))
@@ -108,6 +112,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         max_num_batched_tokens=tokens,
         max_logprobs=max_logprobs,
         speculation=speculation,
+        adapters=adapters,
         structured_outputs=structured_outputs,
         reasoning=reasoning_of(options.reasoning_config, structured_outputs.reasoning_parser),
         enable_prefix_caching=prefix_caching,

@@ -94,6 +94,13 @@ class EngineOptions(TypedDict, total=False):
     stream_interval: int | str | None
     logits_processors: Sequence[str] | str | None
     scheduler_cls: str | None
+    enable_lora: bool | None
+    max_loras: int | None
+    max_cpu_loras: int | None
+    max_lora_rank: int | None
+    lora_dtype: Literal["auto", "float32", "float16", "bfloat16"] | str | None
+    fully_sharded_loras: bool | None
+    lora_target_modules: Sequence[str] | str | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
@@ -161,27 +168,20 @@ class EngineOptions(TypedDict, total=False):
     quantization_param_path: None
     qlora_adapter_name_or_path: None
     override_attention_dtype: None
-    enable_lora: bool | None
     enable_lora_bias: bool | None
-    max_loras: float | None
-    max_lora_rank: float | None
-    max_cpu_loras: None
-    lora_dtype: str | None
+    specialize_active_lora: bool | None
+    enable_mixed_moe_lora_format: bool | None
+    enable_moe_shared_loras: bool | None
+    default_mm_loras: Mapping[str, Any] | None
+    enable_tower_connector_lora: bool | None
     lora_extra_vocab_size: float | None
     long_lora_scaling_factors: None
-    fully_sharded_loras: bool | None
-    lora_modules: None
     prompt_adapters: None
-    default_mm_loras: None
     enable_prompt_adapter: bool | None
     max_prompt_adapters: float | None
     max_prompt_adapter_token: float | None
-    specialize_active_lora: bool | None
-    lora_target_modules: None
-    enable_tower_connector_lora: bool | None
     max_lora_cls_labels: None
-    enable_mixed_moe_lora_format: bool | None
-    enable_moe_shared_loras: bool | None
+    lora_modules: None
     num_lookahead_slots: float | None
     speculative_model_quantization: None
     speculative_draft_tensor_parallel_size: None

@@ -146,9 +146,9 @@ def test_engine_args_read_like_vllms() -> None:
     with pytest.raises(AttributeError, match="EngineArgs has no 'max_num_sequences'"):
         _ = EngineArgs.max_num_sequences  # type: ignore[attr-defined]
     given = EngineArgs("m")
-    assert (given.enable_lora, given.runner, given.tokenizer_mode) == (False, "auto", "auto")
-    given.enable_lora = True  # type: ignore[attr-defined]
-    with pytest.raises(OptionError, match="enable_lora=True is refused"):
+    assert (given.enable_dbo, given.runner, given.tokenizer_mode) == (False, "auto", "auto")
+    given.enable_dbo = True  # type: ignore[attr-defined]
+    with pytest.raises(OptionError, match="enable_dbo=True is refused"):
         LLM(**vars(given))
 
 

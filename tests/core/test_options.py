@@ -169,8 +169,8 @@ def test_vllms_other_options_pass_silently_at_values_that_ask_for_nothing() -> N
                 assert parse_options(**{name: value}) == Options(), name
     with pytest.raises(OptionError, match="decode_context_parallel_size=2 is refused: not supported yet"):
         parse_options(decode_context_parallel_size=2)
-    with pytest.raises(OptionError, match=r"enable_lora=True is refused.*merge"):
-        parse_options(enable_lora=True)
+    with pytest.raises(OptionError, match=r"enable_prompt_adapter=True is refused.*merge"):
+        parse_options(enable_prompt_adapter=True)
     for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
         assert parse_options(**{name: "float32"}) == Options()
     assert parse_options(mamba_cache_mode="align") == Options()

@@ -1,0 +1,72 @@
+"""The options of adapters as the values that the engine runs with (`AdapterLimits`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from headrace.ipc.failure import OptionError
+
+if TYPE_CHECKING:
+    from headrace.core.options.engine_options import Options
+
+MOST_RANK = 512
+"""vLLM's highest max_lora_rank."""
+_SLOTS = 64
+"""Slots unless the options say how many: a slot is host memory, taken only while an adapter is in it."""
+_ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras", "lora_target_modules")
+
+AdapterDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine with enable_lora treats adapters."""
+
+    max_loras: int
+    """Most distinct adapters in a step, and in a request."""
+    slots: int
+    """Most adapters in memory: slots 0 to slots - 1 of every rank."""
+    max_rank: int
+    """An adapter with a larger matrix is refused."""
+    dtype: AdapterDtype
+    """In which the factors are kept and multiplied."""
+    fully_sharded: bool
+    """Ranks divide both factors of a matrix, not only the one that the matrix' own division divides."""
+    target_modules: tuple[str, ...]
+    """Names, or ends of names, of the modules whose matrices adapters may change; empty: all. An adapter's matrices of
+    other modules are left out."""
+
+
+def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
+    """None without enable_lora. dtype: the plan's. Raises OptionError for options that contradict each other."""
+    given = [name for name in _ONLY_WITH if getattr(options, name) != getattr(type(options)(), name)]
+    if not options.enable_lora:
+        if given:
+            value = getattr(options, given[0])
+            raise OptionError(f"{given[0]}={value} is of adapters: ask for enable_lora, or leave it out")
+        return None
+    if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
+        raise OptionError(
+            f"max_cpu_loras={options.max_cpu_loras} adapters in memory are fewer than the max_loras="
+            f"{options.max_loras} of one step; raise the one or lower the other"
+        )
+    if options.shares_experts:
+        raise OptionError(
+            "enable_lora cannot apply where engines share experts (enable_expert_parallel with data_parallel_size): "
+            "they compute tokens of each other's requests, whose adapters they do not have"
+        )
+    if options.distributed_executor_backend == "external_launcher":
+        raise OptionError(
+            "enable_lora cannot apply with distributed_executor_backend=external_launcher: each rank plans its own "
+            "steps, and they would differ by when each rank has loaded an adapter; use mp"
+        )
+    found = options.lora_dtype if options.lora_dtype != "auto" else dtype
+    return AdapterLimits(
+        max_loras=options.max_loras,
+        slots=options.max_cpu_loras or max(_SLOTS, options.max_loras),
+        max_rank=options.max_lora_rank,
+        dtype=msgspec.convert(found, AdapterDtype),
+        fully_sharded=options.fully_sharded_loras,
+        target_modules=options.lora_target_modules,
+    )
