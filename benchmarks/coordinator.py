@@ -32,7 +32,7 @@ from headrace.frontend.fleet.directory import Directory
 from headrace.ipc.codec import Codec
 from headrace.ipc.coordination import ANNOUNCE_EVERY_S, EngineEntry, FromCoordinator, Members
 from headrace.ipc.messages import Load
-from headrace.ipc.process.limits import raise_file_limit
+from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.transport.keys import use_keys
 from headrace.ipc.transport.sockets import new_dealer
 

@@ -23,8 +23,8 @@ from headrace.ipc.coordination import Announce, Denied, ToCoordinator, Withdraw,
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.process.child import leave_signals_to_parent
-from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.log import protect_stderr, set_up_logging
+from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import KeyGatekeeper, key_file, read_engine_keys
 from headrace.ipc.transport.sockets import (

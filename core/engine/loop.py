@@ -80,7 +80,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.gc_pauses import gc_watched
-from headrace.ipc.process.memory import give_back_freed_memory
+from headrace.ipc.process.resources import give_back_freed_memory
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ up to 32 MB for reuse, and those between pieces in use can add up to a third of 
 
 from __future__ import annotations
 
-from headrace.ipc.process.memory import give_back_freed_memory
+from headrace.ipc.process.resources import give_back_freed_memory
 
 EVERY_BYTES = 16 << 20
 """Bytes of packed weights after which freed memory is returned."""

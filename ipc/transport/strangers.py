@@ -20,7 +20,7 @@ import time
 
 import zmq
 
-from headrace.ipc.process.limits import file_limit
+from headrace.ipc.process.resources import file_limit
 
 INTRODUCED_WITHIN_S = 10.0
 _EVENT = struct.Struct("=hi")  # event, and its value: here a file descriptor

@@ -36,7 +36,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.frontend.tracing.tracer import Tracer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
-from headrace.ipc.process.limits import raise_file_limit
+from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.transport.hosts import any_host, bare_host, host_port
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70

@@ -58,7 +58,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import heeded_signals
-from headrace.ipc.process.limits import raise_file_limit
+from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.transport.sockets import peer_timeout_s

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState as UvicornState
 
 from headrace.frontend.http.server.errors import ApiError, unavailable
-from headrace.ipc.process.limits import file_limit
+from headrace.ipc.process.resources import file_limit
 
 logger = logging.getLogger(__name__)
 EXTENSION = "headrace.connection"

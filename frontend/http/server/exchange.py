@@ -28,7 +28,7 @@ from headrace.frontend.text.template_renderer import without_blocking
 from headrace.frontend.tracing.tracer import tokenizing
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.gc_pauses import CollectorHold
-from headrace.ipc.process.memory import give_back_freed_memory
+from headrace.ipc.process.resources import give_back_freed_memory
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
