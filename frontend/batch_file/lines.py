@@ -24,8 +24,8 @@ from headrace.frontend.batch_file.file import (
     failed,
     has_changed,
 )
-from headrace.frontend.fleet.blame import QUARANTINED
 from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.migrations import QUARANTINED
 from headrace.frontend.http.apis.openai.chat import prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import (

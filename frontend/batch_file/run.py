@@ -20,7 +20,8 @@ from headrace.frontend.client.client import CONNECT_TIMEOUT_S
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.fleet.pool import HELD_S, EnginePool
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.requests import HELD_S
 from headrace.frontend.fleet.sources import Attached
 from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.http.apis import known_fields

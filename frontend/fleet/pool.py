@@ -1,81 +1,45 @@
-"""All engines of one frontend, kept connected, and their requests, which move to another engine when theirs is lost.
+"""All engines of one frontend, kept connected for the requests that they run (requests.py).
 
-The router (router.py) decides; the pool carries its decisions out, in the frontend's asyncio loop. Tokens bypass the
-pool: an engine's client appends them directly to the request's lists.
-
-    submit --> Router.place --> CoreClient.submit                     Router.tick <-- a few times a second
-                                    | dies, refuses, is silent
-    RequestTable.release <----------+
-           |  Move: RequestTable.adopt at another engine       Wait: adopt by a table that sends nothing
-           +  Fail: RequestStream.fail
+Each has a task: `_keep` connects to it, `_join` lets requests come, and after its end it is connected again for as long
+as its source provides it.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import bisect
-import contextlib
 import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, KeysView, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.core.process.child_output import StartLine
-from headrace.frontend.client.client import CoreClient, id_in_use
-from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
-from headrace.frontend.client.request import RequestListener, RequestStream
-from headrace.frontend.client.request_metrics import Meters, RequestCounts
-from headrace.frontend.client.request_table import RequestTable
-from headrace.frontend.fleet.answers import combined
+from headrace.frontend.client.request_metrics import Meters
 from headrace.frontend.fleet.decisions import (
-    ANYWHERE,
-    Affinity,
-    AllFullError,
-    Decision,
-    Fail,
-    Move,
-    NoEngineError,
-    Progress,
-    RoutedRequest,
     RouterOptions,
 )
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.members import EngineFacts
-from headrace.frontend.fleet.pool_log import HealthLog, summary, tell_namesakes_apart
+from headrace.frontend.fleet.requests import RoutedRequests
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
-from headrace.frontend.request.checks import CheckedRequest
-from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import (
-    EngineAsleepError,
     EngineDeadError,
     Failure,
-    HeadraceError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
     let_interrupts_pass,
 )
-from headrace.ipc.messages import EngineStats, Welcome
-from headrace.ipc.prefix_names import PrefixKey
+from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
 _RETRY_LONGEST_S = 30.0
 _ATTACH_RETRY_LONGEST_S = 2.0
 """For an engine that someone else runs: trying to connect to it costs little."""
-HELD_S = 30.0
-"""How long requests wait when no engine is left, for one that someone else runs to return."""
-_LOOK_S = 0.1
-TICK_S = 0.25
-LOOKS_AFTER_S = 2 * TICK_S
-"""How long an engine with requests may be silent before its process is looked at, if it runs on this host."""
 _LASTING = (
     "AddressError",
     "KeyFileError",
@@ -86,13 +50,9 @@ _LASTING = (
     "ModelError",
 )
 """Types of a Failure to connect that no wait ends: something is wrong with this side, or at the address."""
-_ERRORS: dict[str, type[HeadraceError]] = {
-    QueueFullError.__name__: QueueFullError,
-    EngineAsleepError.__name__: EngineAsleepError,
-}
 
 
-class EnginePool(AsyncControls, RequestListener):
+class EnginePool(RoutedRequests):
     """All engines of this frontend, one or several, and the requests that they run for it. Commands go to every engine.
 
     Everything runs in one asyncio loop. An only engine that does not come back gets its requests without the router,
@@ -120,40 +80,24 @@ class EnginePool(AsyncControls, RequestListener):
         serves_early: requests come as soon as one engine is ready, so from then on no other one ends the start. An
         engine that someone else runs may come at any time, so the start waits for it.
         """
+        super().__init__(Router(options or RouterOptions(), chance or random.Random()), meters)
         self._serves_early = serves_early
         self.engines = [
             Engine(self, index if source.rank is None else source.rank, source, is_needed=True)
             for index, source in enumerate(sources)
         ]
-        """Sorted by index, which is the data_parallel_rank."""
+        self._by_name = {engine.name: engine for engine in self.engines}
         self._discovery = discovery
         is_only = len(sources) == 1 and not sources[0].comes_back and discovery is None and not serves_early
         self._only = self.engines[0] if is_only else None
         self._waits = any(source.waits_alone for source in sources)
-        self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
         """Set when all engines are ready for the first time; of engines that others run, when one is connected and the
         others have been tried."""
         self.dead = asyncio.Event()
         """Set when no engine is left and none will return; `failure` says why."""
-        self.meters = meters
-        self.request_counts = meters if isinstance(meters, RequestCounts) else None
-        self.ended: list[RequestStream] | None = None
-        """The requests that have ended, for whoever takes them out; None if nobody does."""
-        self._failure: Failure | None = None
         self._start_error: BaseException | None = None
         self._on_death, self._on_return = on_death or self._say_ended, on_return or _say_returned
-        self._last_client: CoreClient | None = None
-        self._by_name = {engine.name: engine for engine in self.engines}
-        self._by_address: dict[str, Engine] = {}  # only engines that were added
-        self._late_tokens_of_former = 0
-        self._names: list[str] | None = None  # None: outdated
-        self._serving: dict[str, list[Engine]] = {}
-        self._streams: dict[str, RequestStream] = {}
-        self._waiting = RequestTable(lambda message: None)
-        """Holds the requests that wait for an engine."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._health = HealthLog()
 
     def start(self) -> None:
         for engine in self.engines:
@@ -235,339 +179,6 @@ class EnginePool(AsyncControls, RequestListener):
             engine.source.ask_to_stop(deadline_s)
         for engine in self.engines:
             engine.source.stop(deadline_s)
-
-    # --- state --------------------------------------------------------------------------------------------------
-
-    @property
-    def names(self) -> list[str]:
-        """All served models: those of connected engines first, none of engines that are gone for good."""
-        if self._names is None:
-            self._names = self._find_names()
-        return self._names
-
-    def _find_names(self) -> list[str]:
-        there = [engine for engine in self.engines if engine.usable]
-        back_soon = [engine for engine in self.engines if not engine.usable and engine.is_awaited]
-        known = [*there, *back_soon] or self.engines
-        return list(dict.fromkeys(name for engine in known for name in engine.names))
-
-    @property
-    def usable(self) -> bool:
-        return any(engine.usable for engine in self.engines)
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether no engine is there now, and requests wait for one that may return (`until_usable`)."""
-        return self._waits and not self.usable
-
-    async def until_usable(self) -> None:
-        """Waits until an engine is there, as long as requests that had one do (HELD_S), and while one may return."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HELD_S):
-                while self.may_wait:
-                    await asyncio.sleep(_LOOK_S)
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why no engine is left and none will return; None while there is one, or one may return."""
-        if self._failure is None and self._only is not None and self._only.client is not None:
-            return self._only.client.failure
-        return self._failure
-
-    @property
-    def _dead_error(self) -> HeadraceError:
-        return EngineDeadError.from_failure(self.failure or Failure(message="no engine is there now"))
-
-    @property
-    def _clients(self) -> list[CoreClient]:
-        """Of the engines that take requests or, without any, of those that drain. Raises EngineDeadError."""
-        there = [each.client for each in self.engines if each.client is not None and each.client.failure is None]
-        if not there:
-            raise self._dead_error
-        return [client for client in there if not client.draining] or there
-
-    @property
-    def _some_client(self) -> CoreClient:
-        """The client of some engine, which may have gone. Raises EngineDeadError before the first connection."""
-        if self._last_client is None or self._last_client.failure is not None:
-            there = (each.client for each in self.engines if each.client is not None and each.usable)
-            self._last_client = next(there, self._last_client)
-        if self._last_client is None:
-            raise EngineDeadError("the engines have not started")
-        return self._last_client
-
-    @property
-    def welcome(self) -> Welcome:
-        """Of some engine; all accept the same requests. Of the last one while none is there."""
-        return self._some_client.welcome
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._some_client.tokenizer
-
-    def check_alive(self) -> None:
-        """Raises EngineDeadError if no engine accepts requests."""
-        self._clients[0].check_alive()
-
-    async def engine(self) -> Welcome:
-        return self.welcome
-
-    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
-        """Calls every engine and combines the answers."""
-        answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
-        return answers[0] if len(answers) == 1 else combined(answers)
-
-    async def stats_by_engine(self) -> dict[int, EngineStats]:
-        there = self._clients
-        asked = {each.index: each.client for each in self.engines if each.client is not None and each.client in there}
-        answers = await asyncio.gather(*(client.get_stats() for client in asked.values()))
-        return dict(zip(asked, answers, strict=True))
-
-    @property
-    def answers(self) -> bool:
-        """Whether some engine is usable and not silent."""
-        return any(engine.usable and not engine.is_silent for engine in self.engines)
-
-    @property
-    def addresses(self) -> KeysView[str]:
-        """Addresses of the engines that were added."""
-        return self._by_address.keys()
-
-    async def stats(self) -> dict[Engine, EngineStats]:
-        """The statistics of the engines that answer in time. All are asked at once."""
-        engines = list(self.engines)
-        answers = await asyncio.gather(*(engine.stats() for engine in engines))
-        return {engine: stats for engine, stats in zip(engines, answers, strict=True) if stats is not None}
-
-    def num_in_flight(self) -> int:
-        return len(self._streams)
-
-    def num_late_tokens(self) -> int:
-        """Tokens that arrived for requests after they were aborted, of all current and former engines."""
-        return self._late_tokens_of_former + sum(engine.num_late_tokens() for engine in self.engines)
-
-    def serving(self, model: str) -> Engine | None:
-        """A usable engine of this model, preferably one that is not silent."""
-        if model not in self._serving:
-            self._serving[model] = [engine for engine in self.engines if model in engine.names]
-        usable = (engine for engine in self._serving[model] if engine.usable)
-        first = next(usable, None)
-        if first is None or not first.is_silent:
-            return first
-        return next((engine for engine in usable if not engine.is_silent), first)
-
-    def _forget_names(self) -> None:
-        """Call when an engine has joined, left or changed."""
-        self._names = None
-        self._serving.clear()
-
-    def engine_of(self, stream: RequestStream) -> Engine | None:
-        """The engine that runs the request now; None if it waits for one."""
-        member = stream.route.member if stream.route is not None else None
-        return self._by_name.get(member.facts.name) if member is not None else None
-
-    def route_of(self, request_id: str) -> RoutedRequest:
-        """The router's record of a running request. Raises KeyError."""
-        return self._streams[request_id].route
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    # --- requests -----------------------------------------------------------------------------------------------
-
-    def submit(
-        self,
-        request: CheckedRequest,
-        listener: RequestListener | None = None,
-        *,
-        model: str | None = None,
-        affinity: Affinity = ANYWHERE,
-    ) -> RequestStream:
-        """Submits a request that was checked to the engine that the router chooses; it may move to others later.
-
-        listener: hears of it, besides the reader of the stream. model: the name by which it is asked for, by default
-        the first. Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none
-        accepts it.
-        """
-        if request.name in self._streams:
-            raise id_in_use(request.name)
-        if affinity.rank is not None:
-            self._check_rank(affinity.rank)
-        if (engine := self._only) is not None:
-            if engine.client is None:
-                raise self._dead_error
-            stream = engine.client.submit(request, listener)
-        else:
-            engine, stream = self._route(request, listener, model or self.names[0], affinity)
-        stream.client = self
-        if self.meters is not None:
-            stream.meter = self.meters.meter(engine.index)
-        self._streams[request.name] = stream
-        return stream
-
-    def _check_rank(self, rank: Any) -> None:
-        ranks = [engine.index for engine in self.engines]
-        if rank not in ranks:
-            there = f"there are {len(ranks)} engines, of rank {', '.join(map(str, ranks))}"
-            if len(ranks) == 1:
-                there = f"there is one engine, of rank {ranks[0]}"
-            raise InvalidRequestError(f"data_parallel_rank is {rank!r}, and {there}")
-
-    def _route(
-        self, request: CheckedRequest, listener: RequestListener | None, model: str, affinity: Affinity
-    ) -> tuple[Engine, RequestStream]:
-        """Submits it to the engine that the router chooses."""
-        prompt, is_one = request.prompt, len(self.router.members) < 2
-        token_ids = prompt.token_ids or ()
-        routed = RoutedRequest(
-            model,
-            Progress(),
-            num_prompt_tokens=len(token_ids),
-            tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
-            prefix_key=PrefixKey(prompt.cache_salt, inputs=prompt.inputs),
-            num_outputs=request.params.n,
-            priority=request.priority,
-            affinity=affinity,
-        )
-        if self._timer is None:
-            self.router.wake(time.monotonic())
-        engine = self._place(routed)
-        engine.note_work()
-        assert engine.client is not None, "a member of the router is connected"
-        try:
-            stream = engine.client.submit(request, listener)
-        except BaseException:
-            self.router.end(routed, time.monotonic())
-            raise
-        stream.route, routed.work = routed, stream
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        return engine, stream
-
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""
-        names = (request_ids,) if isinstance(request_ids, str) else request_ids
-        for stream in [self._streams[each] for each in names if each in self._streams]:
-            stream.abort()
-
-    def _place(self, routed: RoutedRequest) -> Engine:
-        try:
-            member = self.router.place(routed, time.monotonic())
-        except AllFullError as error:
-            raise QueueFullError.from_failure(
-                Failure(
-                    message=str(error),
-                    type="QueueFullError",
-                    process="client",
-                    phase="submit",
-                    retry_after_s=error.retry_after_s,
-                )
-            ) from None
-        except NoEngineError as error:
-            if error.failure is not None:
-                raise EngineDeadError.from_failure(error.failure) from None
-            raise EngineDeadError(str(error)) from None
-        return self._by_name[member.facts.name]
-
-    def on_done(self, stream: RequestStream) -> None:
-        del self._streams[stream.request_id]
-        if stream.route is not None:
-            self.router.end(stream.route, time.monotonic())
-        if self.ended is not None:
-            self.ended.append(stream)
-
-    def refused(self, stream: RequestStream, failure: Failure) -> bool:
-        """Its engine does not take the request. Returns whether another one does."""
-        if stream.route is None:
-            return False
-        decision = self.router.refused(stream.route, failure, time.monotonic())
-        if isinstance(decision, Fail):
-            return False
-        stream.table = None
-        self._carry_out([decision])
-        return True
-
-    def lost(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
-        """The engine, which ran these requests, is lost."""
-        is_awaited = engine.is_awaited
-        if engine.is_foreign and (len(self.engines) > 1 or engine.source.waits_alone):
-            is_awaited = True  # until `hold` expires
-            loop = asyncio.get_running_loop()
-            engine.hold = loop.call_later(HELD_S, lambda: self._carry_out(self.router.give_up(engine.name, failure)))
-        self._avoid_ending()
-        is_elsewhere = engine.client is not None and engine.client.is_elsewhere
-        decisions = self.router.leave(
-            engine.name, failure, time.monotonic(), is_awaited=is_awaited, is_elsewhere=is_elsewhere
-        )
-        self._carry_out(decisions)
-        for stream in streams:
-            if stream.route is None:  # no other engine would take it
-                stream.fail(EngineDeadError.from_failure(failure))
-
-    def _avoid_ending(self) -> None:
-        """Lets no request go to an engine of this host whose end is not known yet: of engines killed together, one
-        request would lose several, and be blamed for it."""
-        now_s = time.monotonic()
-        for engine in self.engines:
-            if engine.usable and engine.client is not None and engine.client.is_ending:
-                self.router.drain(engine.name, now_s)
-
-    def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        for decision in decisions:
-            stream = decision.request.work
-            assert isinstance(stream, RequestStream)
-            try:
-                self._move(stream, decision)
-            except BaseException as error:  # the other requests go on all the same
-                let_interrupts_pass(error)
-                logger.exception("request %s could not be moved", stream.request_id)
-                stream.fail(RequestFailedError.from_failure(Failure.of(error, process="client", phase="move")))
-        if decisions:
-            logger.info("%s", summary(decisions))
-
-    def _move(self, stream: RequestStream, decision: Decision) -> None:
-        if stream.table is not None:
-            stream.table.release(stream)
-        if isinstance(decision, Fail):
-            stream.fail(_ERRORS.get(decision.failure.type, EngineDeadError).from_failure(decision.failure))
-        elif isinstance(decision, Move):
-            target = self._by_name[decision.target.facts.name]
-            assert target.client is not None, "a member of the router is connected"
-            target.note_work()
-            target.client.requests.adopt(stream)
-        else:
-            self._waiting.adopt(stream)
-
-    def _tick(self) -> None:
-        """Runs every TICK_S while there are requests."""
-        self._timer = None
-        try:
-            self._look()
-        finally:
-            if self._streams:
-                self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-
-    def _look(self) -> None:
-        """Measures the engines with requests, and moves requests off those that are unhealthy."""
-        now_s = time.monotonic()
-        watched = list(self.router.watched)
-        for member in watched:
-            engine = self._by_name[member.facts.name]
-            if engine.client is not None:
-                self.router.heard(engine.name, engine.client.last_heard_s)
-                if member.requests and member.silent_s(now_s) > LOOKS_AFTER_S:
-                    engine.client.look_at_process()
-                    self.router.worked(engine.name, engine.client.last_worked_s)
-        decisions = self.router.tick(now_s)
-        for member in watched:
-            engine = self._by_name[member.facts.name]
-            self._health.note(engine.name, engine.source.address, member.unhealthy_reason)
-        self._carry_out(decisions)
-
-    # --- engines ------------------------------------------------------------------------------------------------
 
     def add(self, source: Source, rank: int | None = None) -> Engine:
         """Adds an engine. If the address is known, it is the same engine."""
@@ -755,6 +366,22 @@ class EnginePool(AsyncControls, RequestListener):
             if engine.client is not None and not engine.follows_prefixes:
                 engine.follows_prefixes = True
                 engine.client.follow_prefixes()
+
+
+def tell_namesakes_apart(engine: str, new: Welcome, others: Iterator[Welcome]) -> None:
+    """Logs if `new` differs from the engines with the same served name, which are versions of one model.
+
+    others: the engines that are there already; the first one is compared.
+    """
+    first = next(others, new)
+    if new.tokenizer != first.tokenizer:
+        logger.warning(
+            "%s has %s, and others serve %s under the same name with another tokenizer or chat template: prompts that "
+            "one makes go to any of them; give different models different names (--served-model-name)",
+            *(engine, new.model, first.model),
+        )
+    elif new.model != first.model:
+        logger.info("%s has %s as another version of %s: their names are the same", engine, new.model, first.model)
 
 
 def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:

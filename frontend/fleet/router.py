@@ -25,8 +25,6 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from headrace.frontend.fleet.allowance import MigrationAllowance
-from headrace.frontend.fleet.blame import crash_culprits, crash_suspects, quarantined, used_up
 from headrace.frontend.fleet.decisions import (
     AllFullError,
     Decision,
@@ -39,6 +37,7 @@ from headrace.frontend.fleet.decisions import (
     Wait,
 )
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
+from headrace.frontend.fleet.migrations import MigrationAllowance, crash_culprits, crash_suspects, quarantined, used_up
 from headrace.frontend.fleet.prefixes import EngineBits, PrefixIndex
 from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
 from headrace.ipc.prefix_names import chunk_tokens

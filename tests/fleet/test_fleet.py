@@ -409,7 +409,7 @@ def test_requests_wait_for_one_of_several_foreign_engines_when_none_is_left(
 
     ((expected,), _, _) = run(thread, [params])
     assert close(told(asyncio.run(main(True))), told(expected))
-    monkeypatch.setattr("headrace.frontend.fleet.pool.HELD_S", 0.3)
+    monkeypatch.setattr("headrace.frontend.fleet.requests.HELD_S", 0.3)
     with pytest.raises(EngineDeadError, match="it was killed"):
         asyncio.run(main(False))
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, check_text, tokenize_texts
 from headrace.frontend.http.apis.pooling.embeddings import EmbeddingUsage, check_prompt, items_of
 from headrace.frontend.http.process.options import ServeOptions

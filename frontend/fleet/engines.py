@@ -1,0 +1,144 @@
+"""The engines of one frontend: which are there, what they serve, and commands to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import KeysView
+from typing import Any
+
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.fleet.answers import combined
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import (
+    EngineDeadError,
+    Failure,
+    HeadraceError,
+)
+from headrace.ipc.messages import EngineStats, Welcome
+
+
+class Engines(AsyncControls):
+    """A table of them. Who changes it calls `_forget_names`."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        """Sorted by index, which is the data_parallel_rank."""
+        self._by_name: dict[str, Engine] = {}
+        self._by_address: dict[str, Engine] = {}  # only engines that were added
+        self._only: Engine | None = None
+        """An only engine that does not come back: its requests go without the router."""
+        self._failure: Failure | None = None
+        self._last_client: CoreClient | None = None
+        self._late_tokens_of_former = 0
+        self._names: list[str] | None = None  # None: outdated
+        self._serving: dict[str, list[Engine]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All served models: those of connected engines first, none of engines that are gone for good."""
+        if self._names is None:
+            self._names = self._find_names()
+        return self._names
+
+    def _find_names(self) -> list[str]:
+        there = [engine for engine in self.engines if engine.usable]
+        back_soon = [engine for engine in self.engines if not engine.usable and engine.is_awaited]
+        known = [*there, *back_soon] or self.engines
+        return list(dict.fromkeys(name for engine in known for name in engine.names))
+
+    @property
+    def usable(self) -> bool:
+        return any(engine.usable for engine in self.engines)
+
+    @property
+    def answers(self) -> bool:
+        """Whether some engine is usable and not silent."""
+        return any(engine.usable and not engine.is_silent for engine in self.engines)
+
+    @property
+    def addresses(self) -> KeysView[str]:
+        """Addresses of the engines that were added."""
+        return self._by_address.keys()
+
+    def serving(self, model: str) -> Engine | None:
+        """A usable engine of this model, preferably one that is not silent."""
+        if model not in self._serving:
+            self._serving[model] = [engine for engine in self.engines if model in engine.names]
+        usable = (engine for engine in self._serving[model] if engine.usable)
+        first = next(usable, None)
+        if first is None or not first.is_silent:
+            return first
+        return next((engine for engine in usable if not engine.is_silent), first)
+
+    def _forget_names(self) -> None:
+        """Call when an engine has joined, left or changed."""
+        self._names = None
+        self._serving.clear()
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why no engine is left and none will return; None while there is one, or one may return."""
+        if self._failure is None and self._only is not None and self._only.client is not None:
+            return self._only.client.failure
+        return self._failure
+
+    @property
+    def _dead_error(self) -> HeadraceError:
+        return EngineDeadError.from_failure(self.failure or Failure(message="no engine is there now"))
+
+    @property
+    def _clients(self) -> list[CoreClient]:
+        """Of the engines that take requests or, without any, of those that drain. Raises EngineDeadError."""
+        there = [each.client for each in self.engines if each.client is not None and each.client.failure is None]
+        if not there:
+            raise self._dead_error
+        return [client for client in there if not client.draining] or there
+
+    @property
+    def _some_client(self) -> CoreClient:
+        """The client of some engine, which may have gone. Raises EngineDeadError before the first connection."""
+        if self._last_client is None or self._last_client.failure is not None:
+            there = (each.client for each in self.engines if each.client is not None and each.usable)
+            self._last_client = next(there, self._last_client)
+        if self._last_client is None:
+            raise EngineDeadError("the engines have not started")
+        return self._last_client
+
+    @property
+    def welcome(self) -> Welcome:
+        """Of some engine; all accept the same requests. Of the last one while none is there."""
+        return self._some_client.welcome
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._some_client.tokenizer
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if no engine accepts requests."""
+        self._clients[0].check_alive()
+
+    async def engine(self) -> Welcome:
+        return self.welcome
+
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
+        """Calls every engine and combines the answers."""
+        answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
+        return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def stats_by_engine(self) -> dict[int, EngineStats]:
+        there = self._clients
+        asked = {each.index: each.client for each in self.engines if each.client is not None and each.client in there}
+        answers = await asyncio.gather(*(client.get_stats() for client in asked.values()))
+        return dict(zip(asked, answers, strict=True))
+
+    async def stats(self) -> dict[Engine, EngineStats]:
+        """The statistics of the engines that answer in time. All are asked at once."""
+        engines = list(self.engines)
+        answers = await asyncio.gather(*(engine.stats() for engine in engines))
+        return {engine: stats for engine, stats in zip(engines, answers, strict=True) if stats is not None}
+
+    def num_late_tokens(self) -> int:
+        """Tokens that arrived for requests after they were aborted, of all current and former engines."""
+        return self._late_tokens_of_former + sum(engine.num_late_tokens() for engine in self.engines)
