@@ -180,7 +180,7 @@ class CoordinatorLink:
 
 
 class Announcer:
-    """Announces an engine from its construction to `close`, on its own thread."""
+    """Announces an engine from `start` to `close`, on its own thread."""
 
     def __init__(
         self,
@@ -202,6 +202,8 @@ class Announcer:
         self._hurry = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def hurry(self) -> None:

@@ -151,14 +151,21 @@ class EngineCore:
             self._loop.reload_weights(weights_path)
         self.port.serve(self._sessions)
 
-    def announce(self, coordinators: Sequence[str]) -> None:
-        """Announces the engine to these coordinators until `close`. Raises AddressError and KeyFileError."""
-        if coordinators and isinstance(self.port, ZmqPort):
-            address = reachable(self.port.address, coordinators[0])
-            entry = entry_of(self.welcome, address, self._options.data_parallel_rank)
-            self._announcer = Announcer(entry, coordinators, self._state)
-            assert self._loop is not None, "an engine announces itself once it has started"
-            self._loop.on_stopping = self._announcer.hurry
+    def announce(self, coordinators: Sequence[str], on_ready: Callable[[], None] = lambda: None) -> None:
+        """Announces the engine to these coordinators until `close`. Raises AddressError and KeyFileError.
+
+        on_ready: called first, also without coordinators, so that a parent knows of an engine before its clients do.
+        """
+        if not coordinators or not isinstance(self.port, ZmqPort):
+            on_ready()
+            return
+        address = reachable(self.port.address, coordinators[0])
+        entry = entry_of(self.welcome, address, self._options.data_parallel_rank)
+        announcer = Announcer(entry, coordinators, self._state)
+        on_ready()
+        announcer.start()
+        assert self._loop is not None, "an engine announces itself once it has started"
+        self._announcer, self._loop.on_stopping = announcer, announcer.hurry
 
     def _state(self) -> AnnouncedState:
         assert self._loop is not None, "an engine announces itself once it has started"

@@ -104,6 +104,7 @@ class Child:
         self._stopping = self._signalled = False
         """_stopping: the child was asked to stop. _signalled: this object has sent it SIGKILL."""
         self._changed = threading.Condition()
+        self._reading = threading.Lock()
         self._exited = False
         self.keys: Path | None = None
         """Keys for the engine's address. None: those of HEADRACE_KEYS, which the child inherits."""
@@ -181,6 +182,12 @@ class Child:
     @property
     def alive(self) -> bool:
         return not self._exited
+
+    @property
+    def was_ready(self) -> bool:
+        """It has sent its Ready, also where the watching thread has not come to that yet."""
+        self._take_messages()
+        return self.ready is not None
 
     @property
     def phase(self) -> str:
@@ -304,14 +311,15 @@ class Child:
 
     def _take_messages(self) -> bool:
         """Takes those that are here. False: no more will come."""
-        while True:
-            try:
-                message: Message = self._channel.receive(Deadline(0.0))
-            except WaitTimeoutError:
-                return True  # the rest is still to come, and the log and the process need attention
-            except (ChannelClosedError, CodecError):
-                return False
-            self._take(message)
+        with self._reading:
+            while True:
+                try:
+                    message: Message = self._channel.receive(Deadline(0.0))
+                except WaitTimeoutError:
+                    return True  # the rest is still to come, and the log and the process need attention
+                except (ChannelClosedError, CodecError):
+                    return False
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         with self._changed:

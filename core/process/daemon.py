@@ -230,17 +230,14 @@ def run_as_child(fd: int) -> int:
         ).start()
         core.on_weights_path = on_weights_path
         core.start(on_phase, on_read, start.weights_path)
-        core.announce(options.coordinator)
         assert core.facts is not None, "the start is over"
-        of_ranks = core.facts.ranks_startup_s
-        channel.send(
-            Ready(
-                address=port.address,
-                startup_s=core.startup_s,
-                ranks_startup_s=of_ranks,
-                peer_timeout_s=options.peer_timeout,
-            )
+        ready = Ready(
+            address=port.address,
+            startup_s=core.startup_s,
+            ranks_startup_s=core.facts.ranks_startup_s,
+            peer_timeout_s=options.peer_timeout,
         )
+        core.announce(options.coordinator, on_ready=lambda: channel.send(ready))
         phase[0] = "serve"
 
         def on_failure(failure: Failure) -> None:

@@ -52,6 +52,11 @@ class Place:
         """It is ready and has not ended, also where the news of its end are still to come."""
         return self.is_ready and self.child is not None and self.child.runs
 
+    @property
+    def has_been_ready(self) -> bool:
+        """Its child, or one before it, also where the news of that are still to come."""
+        return self.num_replaced > 0 or (self.child is not None and self.child.was_ready)
+
 
 class ChildReady(msgspec.Struct, frozen=True):
     place: Any  # a Place

@@ -20,8 +20,10 @@ from headrace import LLM
 from headrace.core.coordinator.announcer import AnnouncedState, Announcer
 from headrace.core.coordinator.program import Coordinator
 from headrace.core.coordinator.registry import Outgoing, Registry
+from headrace.core.engine.engine import EngineCore
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.options.parsing import parse_options
 from headrace.ipc.codec import Codec
 from headrace.ipc.coordination import (
     SCHEMA_HASH,
@@ -71,6 +73,7 @@ def coordinator(address: str = "tcp://127.0.0.1:*") -> Iterator[Coordinator]:
 @contextmanager
 def announcer(address: str) -> Iterator[None]:
     running = Announcer(ENTRY, [address], lambda: AnnouncedState(Load(num_running=0, num_waiting=0)), patience_s=0.05)
+    running.start()
     try:
         yield
     finally:
@@ -99,6 +102,29 @@ def test_an_engine_finds_its_coordinator_at_either_address_of_localhost(host: st
         stack.enter_context(announcer(f"tcp://localhost:{port}"))
         found = found or [stack.enter_context(coordinator(f"tcp://{host}:{port}"))]
         wait_until(lambda: bool(list(found[0].registry.addresses)), 30, "the engine to be known")
+
+
+def test_an_engine_is_announced_once_its_parent_knows_that_it_is_ready() -> None:
+    """Else clients could use it, and lose their requests to a parent that still takes its start for failed."""
+    with coordinator() as found:
+        null = "headrace.executor.testing.null:NullExecutor"
+        options = parse_options(model="null", distributed_executor_backend=null, coordinator=(found.address,))
+        core = EngineCore(options, ZmqPort(""))
+        core.start(lambda name, seconds: None)
+        known: list[set[str]] = []
+
+        def on_ready() -> None:
+            with announcer(found.address):  # what another engine says now is heard after what this one has said
+                wait_until(lambda: ENTRY.address in found.registry.addresses, 30, "the other engine to be known")
+                known.append(set(found.registry.addresses))
+
+        try:
+            core.announce(options.coordinator, on_ready)
+            wait_until(lambda: core.port.address in found.registry.addresses, 30, "the engine to be known")
+        finally:
+            core.stop()
+            core.close()
+    assert known == [{ENTRY.address}]
 
 
 def test_an_engine_says_that_its_coordinator_has_other_keys(

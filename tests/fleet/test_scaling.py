@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,17 @@ from null_with_tokenizer import LATE, MISSABLE
 from test_serve_fleet import engines_of, stream, undisturbed
 
 from headrace.core.options.parsing import parse_options
+from headrace.core.process.child import Child
+from headrace.core.process.supervisor import ChildEnded, Supervisor
 from headrace.frontend.cli.main import main
 from headrace.frontend.fleet import scaling
 from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
+from headrace.frontend.fleet.start import of_rank
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
-from headrace.ipc.failure import OptionError
+from headrace.frontend.http.process.supervisor import Signal, _Engine, _Service
+from headrace.ipc.failure import EngineStartError, OptionError
+from headrace.ipc.messages import SCHEMA_HASH, Start
 from headrace.ipc.process.host import HostMemory, usable_cores
 from headrace.ipc.process.proc import anonymous_bytes
 
@@ -342,9 +349,9 @@ def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> No
 def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server serves from its first engine on."""
-    folder = tmp_path / "model"
-    monkeypatch.setenv("HEADRACE_TEST_MODEL_FOLDER", str(folder))
+    """A server serves from its first engine on, also while its parent process, which nobody lets run, knows neither
+    that this engine is ready nor that the HTTP processes are."""
+    monkeypatch.setenv("HEADRACE_TEST_MODEL_FOLDER", f"{tmp_path}/model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -352,14 +359,19 @@ def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
     server = Server(*arguments, "--distributed-executor-backend", LATE, null_model=SLOW)
     server.url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _is_healthy(server), 60, "the first engine to serve")
         expected = undisturbed()[1]
+        wait_until(lambda: _health(server) == 503 and len(engines_of(server)) == 2, 60, "the server to listen")
+        second = max(engines_of(server), key=lambda each: (each.create_time(), each.pid))
+        if processes == "2":
+            server.signal(signal.SIGSTOP)
+        (tmp_path / "model0").mkdir()
+        wait_until(lambda: _health(server) == 200, 60, "the first engine to serve")
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(stream, server, 1)
-            wait_until(lambda: len(engines_of(server)) == 2, 30, "the second engine to be started")
-            max(engines_of(server), key=lambda each: (each.create_time(), each.pid)).kill()
+            second.kill()
+            server.signal(signal.SIGCONT)
             assert running.result(60) == expected
-        folder.mkdir()
+        (tmp_path / "model1").mkdir()
         server.wait_log("has ended")
         with server.client() as client:
             wait_until(lambda: metric(client, "headrace:engine_up") == 2, 60, "the second engine to serve")
@@ -368,9 +380,42 @@ def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
         server.close()
 
 
-def _is_healthy(server: Server) -> bool:
+SERVES = """
+import sys
+from headrace.ipc.messages import Ready, Start, Stop
+from headrace.ipc.transport.channel import Channel
+from headrace.ipc.wait import Deadline
+channel = Channel.inherited(int(sys.argv[1]), Start | Stop)
+channel.receive(Deadline(30.0))
+channel.send(Ready(address="ipc:///nowhere", startup_s={}))
+channel.receive(Deadline(None))
+"""
+
+
+def test_a_death_whose_news_come_before_those_of_another_engines_start_ends_no_server() -> None:
+    """Clients may have requests at an engine whose Ready has come and that no thread of the parent has looked at."""
+    options = parse_options(model="null", data_parallel_size=2, coordinator=("tcp://127.0.0.1:9",))
+    start = Start(schema_hash=SCHEMA_HASH, options={}, bind="")
+    serving, dead = Child("engine-core", ["-c", SERVES], start), Child("engine-core", ["-c", "exit(3)"], start)
+    keepers = [_Engine(of_rank(options, rank), 0, child) for rank, child in enumerate((serving, dead))]
+    supervisor = Supervisor()
+    service = _Service(ServeOptions(), keepers, supervisor, options, 1, None, Ranks(range(2)))
+    try:
+        serving.wait_ready(30)
+        with pytest.raises(EngineStartError) as ended:
+            dead.wait_ready(30)
+        assert ended.value.failure is not None
+        supervisor.events.put(ChildEnded(keepers[1], dead, ended.value.failure))
+        supervisor.events.put(Signal(signal.SIGTERM))
+        assert service.run() == 0
+    finally:
+        service.close()
+        serving.kill()
+
+
+def _health(server: Server) -> int:
     try:
         with server.client() as client:
-            return client.get("/health").status_code == 200
+            return client.get("/health").status_code
     except httpx.TransportError:
-        return False
+        return 0

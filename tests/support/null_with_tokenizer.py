@@ -69,10 +69,10 @@ class MissableExecutor(TokenizingNullExecutor):
 
 
 class LateExecutor(TokenizingNullExecutor):
-    """Of rank 0 it starts at once, of others once the folder exists that HEADRACE_TEST_MODEL_FOLDER names."""
+    """Starts once the folder exists that HEADRACE_TEST_MODEL_FOLDER and its rank name."""
 
     def describe(self, report: Report) -> ModelDescription:
-        while self._options.data_parallel_rank and not os.path.isdir(os.environ["HEADRACE_TEST_MODEL_FOLDER"]):
+        while not os.path.isdir(f"{os.environ['HEADRACE_TEST_MODEL_FOLDER']}{self._options.data_parallel_rank}"):
             time.sleep(0.02)
         return super().describe(report)
 

@@ -58,8 +58,8 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import heeded_signals
-from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.process.resources import raise_file_limit
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.transport.sockets import peer_timeout_s
 from headrace.ipc.wait import Deadline, WaitTimeoutError
@@ -335,7 +335,7 @@ class _Service:
                     return EXIT_DONE, self._shutdown_timeout_s
                 case ChildEnded(place=_Coordinator()):
                     self._restart_coordinator(event.failure)
-                case ChildEnded() if not self._serves:
+                case ChildEnded(place=place) if self._fails_start(place):
                     raise EngineStartError.from_failure(event.failure)
                 case ChildEnded(place=_HttpProcess() as process):
                     status = self._on_process_end(process, event.failure)
@@ -355,12 +355,11 @@ class _Service:
             return False
         return place.child is event.child
 
-    @property
-    def _serves(self) -> bool:
-        """Whether there may be requests: an engine and an HTTP process are, or were, ready."""
-        return self._was_ready or (
-            any(keeper.is_ready for keeper in self._keepers.values()) and any(each.is_ready for each in self._processes)
-        )
+    def _fails_start(self, ended: Place) -> bool:
+        """Whether the end of a child ends the start. Not that of an engine once another one may have requests, which
+        clients may know before this process does."""
+        of_its_kind = self._keepers.values() if isinstance(ended, _Engine) else self._processes
+        return not self._was_ready and not any(each.has_been_ready for each in of_its_kind)
 
     def _take(self, event: Any) -> None:
         """Handles an event that never ends the service."""
