@@ -40,7 +40,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     """
     named = checkpoint.config.get("architectures") or ()
     shown = named[0] if named else checkpoint.config.get("model_type")
-    reason: ModelError
+    why = "model_impl=transformers asks for it"
     if options.model_impl != "transformers":
         try:
             spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
@@ -49,9 +49,9 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
                 spec = replace(spec, has_head=False, tied_head=False, unit_head=False, head_bias=False)
             return FoundModel(checkpoint, spec, tasks=tasks)
         except (NotNativeError, UnknownArchitectureError) as error:
-            reason = error
-        if options.model_impl == "headrace":
-            raise ModelError(str(reason), hint=f"model_impl=auto asks transformers too; {HOW_TO_ADD}")
+            if options.model_impl == "headrace":
+                raise ModelError(str(error), hint=f"model_impl=auto asks transformers too; {HOW_TO_ADD}") from error
+            why = error.what if isinstance(error, UnknownArchitectureError) else str(error)
     from headrace.executor.models.transformers_spec import ForeignError, foreign_spec
 
     try:
@@ -62,7 +62,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     except ForeignError as error:
         said = f"transformers cannot compute {printable(f'{shown!s:.100}')} here: {error}"
         if options.model_impl != "transformers":
-            said = f"{str(reason).partition('; known:')[0]}, and {said}"
+            said = f"{why}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
     if tasks_of(checkpoint, options, spec).pooling is not None:
         raise ModelError(
@@ -70,12 +70,11 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         )
     if options.pipeline_parallel_size > 1:
         raise ModelError(f"pipeline_parallel_size does not apply to {shown}: transformers computes it on one rank")
-    why = "model_impl=transformers asks for it" if options.model_impl == "transformers" else str(reason)
     logger.warning(
         "%s is computed by transformers' code with the paged cache and attention of this engine (%s): several times "
         "slower than a family of its own, without quantization, GGUF files, and ranks",
         spec.architecture,
-        why.partition("; known:")[0],
+        why,
     )
     return FoundModel(checkpoint, spec, config)
 

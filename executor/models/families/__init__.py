@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,11 @@ __all__ = ["Config"]
 
 class UnknownArchitectureError(ModelError):
     """Neither a family of Headrace's nor one of another package has the architecture."""
+
+    def __init__(self, what: str, known: Iterable[str]) -> None:
+        super().__init__(f"{what}; known: {', '.join(known)}")
+        self.what = what
+        """The message without what is known."""
 
 
 class NotNativeError(ModelError):
@@ -80,10 +85,9 @@ def family_of_plugin(architecture: str) -> Family:
         return others[architecture]
     if (found_class := class_of_plugin(architecture)) is not None:
         raise NotNativeError(f"{architecture} comes from a plugin as {found_class!r}, a class for transformers")
-    known = ", ".join([*families(), *others])
     failed = "".join(f"; {problem}" for problem in problems)
     shown = printable(f"{architecture:.100}")
-    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}; known: {known}")
+    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}", [*families(), *others])
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
@@ -141,9 +145,8 @@ def named_architecture(config: Mapping[str, Any]) -> str:
         raise ModelError('the config has neither "architectures" nor "model_type", which name the kind of model')
     if kind not in MODEL_TYPES:
         shown = printable(f"{kind:.100}")
-        raise UnknownArchitectureError(
-            f'the config has no "architectures", and its model_type is {shown}; known: {", ".join(MODEL_TYPES)}'
-        )
+        what = f'the config has no "architectures", and its model_type is {shown}'
+        raise UnknownArchitectureError(what, MODEL_TYPES)
     return MODEL_TYPES[kind]
 
 
