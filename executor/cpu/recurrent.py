@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
-from headrace.executor.models.blocks.gated_norm import Gate, GatedNorm
+from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -122,13 +122,13 @@ class CpuGatedNorm:
 
 
 @dataclass(frozen=True)
-class CpuGate:
-    """A `Gate`."""
+class CpuOutputGate:
+    """An `OutputGate`."""
 
     activation: str
 
     @classmethod
-    def read(cls, weights: CpuWeights, declared: Gate, prefix: str) -> CpuGate:
+    def read(cls, weights: CpuWeights, declared: OutputGate, prefix: str) -> CpuOutputGate:
         return cls(declared.activation)
 
     def write(self, ops: ProgramOps, x: Buffer, gate: Buffer) -> Buffer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
-from headrace.executor.models.blocks.gated_norm import Gate, GatedNorm
+from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -91,14 +91,14 @@ def gated_norm_weight(weights: CheckedWeights, declared: GatedNorm, prefix: str)
 
 
 @dataclass(frozen=True)
-class EagerGate:
-    """A `Gate` with its kernel."""
+class EagerOutputGate:
+    """An `OutputGate` with its kernel."""
 
     activation: str
     kernel: Callable[..., Tensor]
 
     @classmethod
-    def read(cls, weights: EagerWeights, declared: Gate, prefix: str) -> EagerGate:
+    def read(cls, weights: EagerWeights, declared: OutputGate, prefix: str) -> EagerOutputGate:
         return cls(declared.activation, weights.kernel("gated_norm"))
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:

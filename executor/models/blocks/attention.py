@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
-from headrace.executor.models.blocks.gated_norm import Gate
+from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
 
@@ -90,7 +90,7 @@ class Attention(Mixer):
         found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
         if self.gated:
             found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias)
-            found["gating"] = Gate("sigmoid")
+            found["gating"] = OutputGate("sigmoid")
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:

@@ -12,11 +12,11 @@ GateActivation = Literal["silu", "sigmoid"]
 
 
 @dataclass(frozen=True)
-class Gate(Declared):
+class OutputGate(Declared):
     """compute(x, gate): x * activation(gate), columns by columns."""
 
-    eager_reader = "headrace.executor.models.eager_states:EagerGate.read"
-    program_reader = "headrace.executor.cpu.recurrent:CpuGate.read"
+    eager_reader = "headrace.executor.models.eager_states:EagerOutputGate.read"
+    program_reader = "headrace.executor.cpu.recurrent:CpuOutputGate.read"
 
     activation: GateActivation
 

@@ -81,7 +81,7 @@ def _tenant(digest: bytes) -> str:
     return digest[:8].hex()
 
 
-class Gate:
+class AccessControl:
     """Lets requests in, or raises the error that they are answered with."""
 
     def __init__(self, keys: Keys, options: ServeOptions) -> None:

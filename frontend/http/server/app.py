@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 
-from headrace.frontend.http.server.access import Access, Gate
+from headrace.frontend.http.server.access import Access, AccessControl
 from headrace.frontend.http.server.connection import EXTENSION
 from headrace.frontend.http.server.errors import ApiError, shortened
 from headrace.frontend.http.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
@@ -47,7 +47,7 @@ def make_app(state: ServerState) -> Any:
     if options.allowed_origins:
         app = _Cors(
             app,
-            state.gate,
+            state.access,
             allow_origins=options.allowed_origins,
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
@@ -60,12 +60,12 @@ class _Cors(CORSMiddleware):
     """Answers pages that ask which requests they may send, and lets those of allowed origins read the answers. What is
     for an unknown host is refused by the application."""
 
-    def __init__(self, app: App, gate: Gate, **options: Any) -> None:
+    def __init__(self, app: App, access: AccessControl, **options: Any) -> None:
         super().__init__(app, **options)
-        self._gate = gate
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_unknown = self._gate.unknown_host(scope["headers"], scope["extensions"][EXTENSION]) is not None
+        is_unknown = self._access.unknown_host(scope["headers"], scope["extensions"][EXTENSION]) is not None
         await (self.app if is_unknown else super().__call__)(scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -88,7 +88,7 @@ class App:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         served = tuple(route for api in state.apis for route in api.routes)
-        self._gate = state.gate
+        self._access = state.access
         of_statistics = Access.CLIENT if state.options.guard_metrics else Access.PUBLIC
         state.routes = tuple(
             msgspec.structs.replace(spec, access=of_statistics) if spec.access is Access.STATISTICS else spec
@@ -129,7 +129,7 @@ class App:
         self._state.collector.busy(1)
         try:
             path = scope["path"].removeprefix(options.root_path)
-            self._gate.check(exchange, is_public=path in self._public)
+            self._access.check(exchange, is_public=path in self._public)
             await self._route(scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"
@@ -220,7 +220,7 @@ class _Endpoint:
             if each.header is not None and exchange.header_bytes(each.header) is not None:
                 spec, exchange.error_body = each, each.error_body
         if spec.access is Access.ADMIN:
-            self._state.gate.check_admin(exchange)
+            self._state.access.check_admin(exchange)
         await spec.handler(self._state, exchange)
 
 

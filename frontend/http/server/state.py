@@ -11,7 +11,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.server.access import Gate, Keys
+from headrace.frontend.http.server.access import AccessControl, Keys
 from headrace.frontend.http.server.api import Api, ApiState
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.decoding.known_fields import Body, others_of
@@ -60,7 +60,7 @@ class ServerState:
         self.apis = [api for api in apis if api.is_served(options)]
         self.unserved_apis = [api for api in apis if not api.is_served(options)]
         self.bodies_of_apis: list[Body] = [body for api in apis for body in api.bodies]
-        self.gate = Gate(keys, options)
+        self.access = AccessControl(keys, options)
         self.decoder = RequestDecoder(strict=options.strict_requests, others=others_of(self.bodies_of_apis))
         self.bodies = LargeBodies(options.max_body_bytes, len(keys.tenants))
         self.collector = IdleCollector()

@@ -106,7 +106,7 @@ async def docs(state: ServerState, exchange: Exchange) -> None:
 
 
 def _document(state: ServerState) -> bytes:
-    return document(state.routes, state.options.root_path, bodies=state.bodies_of_apis, keys=state.gate.keys)
+    return document(state.routes, state.options.root_path, bodies=state.bodies_of_apis, keys=state.access.keys)
 
 
 def _health(path: str, handler: Handler, summary: str, method: str = "GET") -> RouteSpec:
