@@ -8,18 +8,14 @@ An answer is written as content blocks, whole or as events:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.tools import UNRESOLVED
-from headrace.frontend.http.apis.openai.answer import TextAnswer
-from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest
+from headrace.frontend.http.apis.openai.answer import AnswerContext, TextAnswer
 from headrace.frontend.http.apis.responses.items import as_encrypted
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError
 from headrace.frontend.request.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.events import AnswerPart
@@ -57,21 +53,10 @@ class MessagesResponse(msgspec.Struct):
 class MessagesAnswer(TextAnswer):
     """Writes the response, whole or streamed, of a request with one output."""
 
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        make_reader: Callable[[], OutputParser] | None,
-        *,
-        names_tool: bool,
-        omits_thinking: bool = False,
-        cached_block_tokens: int = 0,
-    ) -> None:
+    def __init__(self, context: AnswerContext, *, omits_thinking: bool, cached_block_tokens: int) -> None:
         """cached_block_tokens: tokens of the blocks in which prefixes are cached; 0 if none are."""
-        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
-        self._calls_once = request.parallel_tool_calls is False
+        super().__init__(context)
+        self._calls_once = context.request.parallel_tool_calls is False
         self._cached_block_tokens, self._omits_thinking = cached_block_tokens, omits_thinking
         self._thoughts: list[str] = []
         self._num_closed = 0  # entries of _thoughts that are in closed blocks

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,13 +31,12 @@ from headrace.frontend.http.apis.ollama.requests import (
     as_completion,
     served_name,
 )
-from headrace.frontend.http.apis.openai.answer import TextAnswer
+from headrace.frontend.http.apis.openai.answer import AnswerContext, TextAnswer
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
@@ -169,20 +167,9 @@ class OllamaAnswer(TextAnswer):
 
     form = LINES
 
-    def __init__(
-        self,
-        request: ChatCompletionRequest | CompletionRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        make_reader: Callable[[], OutputParser] | None = None,
-        *,
-        names_tool: bool = False,
-        is_chat: bool,
-        num_top_logprobs: int | None = None,
-    ) -> None:
+    def __init__(self, context: AnswerContext, *, is_chat: bool, num_top_logprobs: int | None) -> None:
         """is_chat: write text within a message. num_top_logprobs: None if no log-probabilities were requested."""
-        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
+        super().__init__(context)
         self._is_chat, self._num_top = is_chat, num_top_logprobs
         self._reader = self.reader() or OutputParser(None, None)
         self._call: tuple[AnswerPart, list[str]] | None = None
@@ -359,7 +346,7 @@ def _prepare(
             (params,) = prepared.params
             assert isinstance(params, SamplingParams), "a completion generates"
             check_num_logprobs(params, engine.client.welcome.vocab_size, engine.client.welcome.max_logprobs)
-        prepared.answer = make_answer(asked, id, engine, state.options)
+        prepared.answer = make_answer(AnswerContext(asked, id, engine, state.options))
     if prepared.form_field == "response_format":
         prepared.form_field = "format"
     return prepared

@@ -6,7 +6,7 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -32,25 +32,30 @@ _TEXT_JSON = msgspec.json.encode(_TEXT)
 _encode = msgspec.json.Encoder().encode
 
 
+class AnswerContext(NamedTuple):
+    """What an answer follows from, in every API."""
+
+    request: Any
+    """A GenerationRequest of the kind that the answer is for."""
+    id: str
+    engine: Engine
+    options: ServeOptions
+    make_reader: Callable[[], OutputParser] | None = None
+    """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
+    names_tool: bool = False
+    """Whether tool_choice names the tool to call."""
+
+
 class TextAnswer(Answer):
     """Writes generated text. Has what is the same in the whole response and in each of its events."""
 
     DONE = b"data: [DONE]\n\n"
+    request: GenerationRequest
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        make_reader: Callable[[], OutputParser] | None = None,
-        *,
-        names_tool: bool = False,
-    ) -> None:
-        """make_reader: creates the parser of one output; None if it cannot contain reasoning or tool calls. names_tool:
-        whether tool_choice names the tool to call."""
+    def __init__(self, context: AnswerContext) -> None:
+        self.request, id, engine, options, self.make_reader, self.names_tool = context
+        request = self.request
         assert engine.client is not None
-        self.request, self.make_reader, self.names_tool = request, make_reader, names_tool
         self._tells_times = options.enable_per_request_metrics
         self.id, self.model, self.created = id, request.model or engine.names[0], int(time.time())
         stream_options = request.stream_options

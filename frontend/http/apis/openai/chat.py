@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import (
+    AnswerContext,
     TextAnswer,
     TextEvent,
     encoded,
@@ -109,21 +110,6 @@ class ChatParts(ApiState):
         return cls(options, state.template, trusts_requests=options.trust_request_chat_template)
 
 
-class MakeAnswer(Protocol):
-    """Makes what writes the answer to a chat; `TextAnswer` and those derived from it do."""
-
-    def __call__(
-        self,
-        request: ChatCompletionRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        make_reader: Callable[[], OutputParser] | None,
-        *,
-        names_tool: bool,
-    ) -> TextAnswer: ...
-
-
 def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
     """Takes the parts that are embeddings out of the messages. Raises ApiError."""
     found: list[Tensor] = []
@@ -172,7 +158,7 @@ def prepare_chat(
     parts: ChatParts,
     id: str,
     tenant: str,
-    make_answer: MakeAnswer | None = None,
+    make_answer: Callable[[AnswerContext], TextAnswer] | None = None,
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
@@ -203,7 +189,7 @@ def prepare_chat(
         id,
         [prompt],
         [params],
-        (make_answer or ChatAnswer)(request, id, engine, options, form.make_reader, names_tool=choice.is_named),
+        (make_answer or ChatAnswer)(AnswerContext(request, id, engine, options, form.make_reader, choice.is_named)),
         streams=bool(request.stream),
         priority=request.priority or 0,
         affinity=affinity_of(request),
@@ -336,25 +322,16 @@ class ChatAnswer(TextAnswer):
 
     request: ChatCompletionRequest
 
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        make_reader: Callable[[], OutputParser] | None,
-        *,
-        names_tool: bool,
-    ) -> None:
-        super().__init__(request, id, engine, options, make_reader, names_tool=names_tool)
-        self._role = options.response_role
-        self._echoed = _echoed(request, self._role)
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        self._role = context.options.response_role
+        self._echoed = _echoed(self.request, self._role)
         self._choices: dict[SequenceState, _ChatProgress] = {}
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
         """The reasoning of each output, by its index."""
         # Only text changes from one event to the next.
-        self._is_plain = not (request.logprobs or self.continuous_usage or self.return_token_ids)
+        self._is_plain = not (self.request.logprobs or self.continuous_usage or self.return_token_ids)
 
     def whole(self) -> list[bytes]:
         (stream,) = self.streams

@@ -9,6 +9,7 @@ from msgspec import UNSET
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import (
+    AnswerContext,
     TextAnswer,
     TextEvent,
     encoded,
@@ -119,7 +120,7 @@ def prepare_completion(
         id,
         prompts,
         [params] * len(prompts),
-        CompletionAnswer(request, id, engine, options, num_outputs, only_prompt=only_prompt),
+        CompletionAnswer(AnswerContext(request, id, engine, options), num_outputs, only_prompt=only_prompt),
         streams=bool(request.stream),
         priority=request.priority or 0,
         affinity=affinity_of(request),
@@ -194,18 +195,10 @@ class CompletionAnswer(TextAnswer):
 
     request: CompletionRequest
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        id: str,
-        engine: Engine,
-        options: ServeOptions,
-        num_outputs: int,
-        *,
-        only_prompt: bool,
-    ) -> None:
+    def __init__(self, context: AnswerContext, num_outputs: int, *, only_prompt: bool) -> None:
         """num_outputs: returned for each prompt. only_prompt: the prompt is echoed, and nothing is generated."""
-        super().__init__(request, id, engine, options)
+        super().__init__(context)
+        request = self.request
         self._num_outputs, self._only_prompt = num_outputs, only_prompt
         self._echo = bool(request.echo)
         self._choices: dict[SequenceState, _TextProgress] = {}
