@@ -122,7 +122,7 @@ def _sendable(text: str) -> str:
 
 
 _PARAMS_NAME = re.compile(r"SamplingParams\.(\w+(?:\.\w+)*)")
-_PROMPT_FIELDS = re.compile(r"^(the (?:decoder )?prompt|prompt_token_ids|'prompt|prompts?\b)")
+_PROMPT_FIELDS = re.compile(r"^([Tt]he (?:decoder )?prompt|prompt_token_ids|'prompt|prompts?\b)")
 _PROMPT_EMBEDS = re.compile(r"^(`?prompt_embeds\b|inputs\[\d+\], prompt_embeds:)")
 _LONGEST_BEGINNING = 1000
 """How many characters of a message are searched: later text may quote a request."""

@@ -80,22 +80,30 @@ def check(
     return CheckedRequest(name, prompt, params, priority, room, tokenized)
 
 
+class TooLongError(InvalidRequestError):
+    """A prompt that does not fit max_model_len. HTTP says it in the words of its APIs, made of the numbers."""
+
+    num_prompt = limit = 0
+
+
 def check_length(prompt: Prompt, welcome: Welcome, answer: int = 1) -> int:
-    """How many tokens max_model_len leaves room for behind the prompt. Raises InvalidRequestError if those are fewer
-    than `answer`."""
-    num_tokens, limit = len(prompt.token_ids or ()), welcome.max_model_len
-    if num_tokens + answer <= limit:
-        return limit - num_tokens
-    if answer:
-        raise InvalidRequestError(
-            f"the prompt has {num_tokens} tokens, and max_model_len is {limit} for the prompt and its output together "
-            f"(the model's maximum context length is {limit} tokens). Please reduce the length of the prompt to "
-            f"{limit - answer} tokens or fewer"
-        )
-    raise InvalidRequestError(
-        f"the prompt has {num_tokens} tokens, and max_model_len is {limit} (the model's maximum context length is "
+    """How many tokens max_model_len leaves room for behind the prompt. Raises TooLongError if those are fewer than
+    `answer`."""
+    num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
+    if num_prompt + answer <= limit:
+        return limit - num_prompt
+    error = TooLongError(
+        # vLLM's sentences, which programs look for.
+        f"The decoder prompt (length {num_prompt}) plus the number of requested output tokens (at least {answer}) is "
+        f"longer than the maximum model length of {limit}. Make sure that `max_model_len` is no smaller than the "
+        "number of text tokens (prompt + requested output tokens). Please reduce the length of the prompt to "
+        f"{limit - answer} tokens or fewer"
+        if answer
+        else f"the prompt has {num_prompt} tokens, and max_model_len is {limit} (the model's maximum context length is "
         f"{limit} tokens). Please reduce the length of the prompt, or let truncate_prompt_tokens=-1 truncate it"
     )
+    error.num_prompt, error.limit = num_prompt, limit
+    raise error
 
 
 def checked_priority(priority: Any) -> int:

@@ -231,7 +231,7 @@ def test_another_loop_is_told() -> None:
 @run
 async def test_long_texts_are_tokenised_too() -> None:
     async with attached() as (_, llm):
-        with pytest.raises(InvalidRequestError, match="max_model_len is 256"):
+        with pytest.raises(InvalidRequestError, match="maximum model length of 256"):
             await anext(llm.generate("x " * 10_000, LONG))
 
 

@@ -175,7 +175,7 @@ def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
         ({"prompt_embeds": rows.long()}, "dtype int64 is not a floating-point type", {}),
         ({"prompt_embeds": "rows"}, "must be a tensor", {}),
         ({"prompt_embeds": rows[:0]}, "prompt cannot be empty", {}),
-        ({"prompt_embeds": table[[5] * 96]}, "max_model_len is 96", {}),
+        ({"prompt_embeds": table[[5] * 96]}, "maximum model length of 96", {}),
         ({"prompt_embeds": rows, "prompt_token_ids": [1]}, "had different lengths prompt_token_ids=1", {}),
         ({"prompt_embeds": rows, "prompt_is_token_ids": [True]}, "needs prompt_token_ids", {}),
         ({"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": [True]}, "same length", {}),

@@ -106,8 +106,15 @@ class ContextLengthError(ApiError):
 
     The message is in OpenAI's wording, which clients look for; other APIs have their own, made of the numbers."""
 
-    def __init__(self, message: str, *, param: str, num_prompt: int, limit: int, num_new: int = 0) -> None:
-        """num_prompt: at least so many tokens. num_new: as requested; 0 if the prompt alone is too long."""
+    def __init__(
+        self, what: str, *, param: str, num_prompt: int, limit: int, num_new: int = 0, remedy: str = ""
+    ) -> None:
+        """what: is too long. num_prompt: at least so many tokens. num_new: as requested; 0 if the prompt alone is too
+        long. remedy: besides a shorter prompt."""
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, {what}. Please reduce the length of the "
+            f"{param}{' or completion' if num_new else ''}{remedy}."
+        )
         super().__init__(HTTPStatus.BAD_REQUEST, message, param=param, code="context_length_exceeded")
         self.num_prompt, self.limit, self.num_new = num_prompt, limit, num_new
 

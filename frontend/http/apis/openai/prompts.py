@@ -19,6 +19,7 @@ from headrace.frontend.http.apis.openai.requests import (
 )
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
+from headrace.frontend.request import checks
 from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import reads_reasoning
 from headrace.frontend.request.parameters.token_rules import openai_bias
@@ -165,11 +166,12 @@ def check_unicode(text: str) -> None:
 
 def check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
     if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
-        raise _too_long(
-            param,
-            max_tokens,
-            -(-len(text) // tokenizer.longest_token),
-            f"of {len(text)} characters cannot fit, as no token stands for more than {tokenizer.longest_token}",
+        raise ContextLengthError(
+            f"your {param} of {len(text)} characters cannot fit, as no token stands for more than "
+            f"{tokenizer.longest_token}",
+            param=param,
+            num_prompt=-(-len(text) // tokenizer.longest_token),
+            limit=max_tokens,
         )
     check_unicode(text)
     if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
@@ -180,17 +182,8 @@ def check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> 
             part = text[start : start + _TOKENIZE_AT_ONCE_CHARACTERS]
             num_tokens += max(0, tokenizer.count_tokens(part) - _PROBE_SLACK_TOKENS)
             if num_tokens > max_tokens:
-                raise _too_long(param, max_tokens, num_tokens, f"resulted in more than {num_tokens} tokens")
-
-
-def _too_long(param: str, max_tokens: int, num_prompt: int, what: str) -> ContextLengthError:
-    return ContextLengthError(
-        f"This model's maximum context length is {max_tokens} tokens. However, your {param} {what}. Please reduce "
-        f"the length of the {param}.",
-        param=param,
-        num_prompt=num_prompt,
-        limit=max_tokens,
-    )
+                what = f"your {param} resulted in more than {num_tokens} tokens"
+                raise ContextLengthError(what, param=param, num_prompt=num_tokens, limit=max_tokens)
 
 
 def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
@@ -199,23 +192,20 @@ def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
 
 
 def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
-    """Raises ApiError, in OpenAI's wording, which clients look for. max_tokens: as requested, None if it was not."""
-    num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
-    if num_prompt < limit and num_prompt + (max_tokens or 0) <= limit:
-        return
-    text = f"This model's maximum context length is {limit} tokens. However, "
-    num_new = max_tokens or 0 if num_prompt < limit else 0
-    if num_new:
-        text += (
-            f"you requested {num_prompt + num_new} tokens ({num_prompt} in the {param}, {num_new} in the "
-            f"completion). Please reduce the length of the {param} or completion."
+    """Raises ApiError, in OpenAI's wording, which clients look for. max_tokens: as requested, None if it was not; they
+    must fit whole, as OpenAI has it."""
+    try:
+        checks.check_length(prompt, welcome, max_tokens or 1)
+    except checks.TooLongError as error:
+        num_prompt, limit = error.num_prompt, error.limit
+        num_new = max_tokens or 0 if num_prompt < limit else 0
+        parts = f"({num_prompt} in the {param}, {num_new} in the completion)"
+        what = (
+            f"you requested {num_prompt + num_new} tokens {parts}"
+            if num_new
+            else f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion"
         )
-    else:
-        text += (
-            f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion. "
-            f"Please reduce the length of the {param}."
-        )
-    raise ContextLengthError(text, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new)
+        raise ContextLengthError(what, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new) from error
 
 
 def check_outputs(num_prompts: int, n: int, params: SamplingParams) -> None:

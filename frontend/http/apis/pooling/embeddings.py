@@ -17,7 +17,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.checks import check_token_ids
+from headrace.frontend.request.checks import TooLongError, check_length, check_token_ids
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool
 from headrace.frontend.request.prompts import Prompt, Tokenization, packed
@@ -181,19 +181,19 @@ def items_of(given: Any) -> list[Any]:
 
 def check_prompt(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
     """Raises ApiError for a tokenised prompt that the engine cannot take."""
-    num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
     if params.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
-    if num_prompt > limit:
-        raise ContextLengthError(
-            f"This model's maximum context length is {limit} tokens. However, your {param} resulted in {num_prompt} "
-            f"tokens. Please reduce the length of the {param}, or give truncate_prompt_tokens: -1.",
-            param=param,
-            num_prompt=num_prompt,
-            limit=limit,
-        )
     try:
+        check_length(prompt, welcome, answer=0)
         check_token_ids(prompt, welcome)
+    except TooLongError as error:
+        raise ContextLengthError(
+            f"your {param} resulted in {error.num_prompt} tokens",
+            param=param,
+            num_prompt=error.num_prompt,
+            limit=error.limit,
+            remedy=", or give truncate_prompt_tokens: -1",
+        ) from error
     except InvalidRequestError as error:
         raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
 
