@@ -12,7 +12,6 @@ from headrace.frontend.request.lists import asks_for_nothing
 from headrace.frontend.request.parameters.sampling_fields import LIKELY
 from headrace.ipc.failure import InvalidRequestError
 
-ONLY_GENERATION = "only generation is supported so far"
 ONLY_POOLING = "of pooling there are LLM.embed, classify, score, reward and encode"
 ANY = object()
 """In ARGUMENTS: any value is accepted, because none has an effect."""
@@ -183,7 +182,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "renderers": "get_tokenizer().apply_chat_template renders a conversation",
         "transformers_utils": "transformers reads configs; get_tokenizer(hf=True) gives its tokenizer",
         "triton_utils": "kernels import triton themselves",
-        "utils.print_utils": ONLY_GENERATION,
+        "utils.print_utils": "it only shortens vectors for printing",
         "utils": "of vLLM's helpers there are those of headrace.utils",
     }
 )

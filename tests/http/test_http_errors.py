@@ -409,7 +409,7 @@ def test_an_unknown_model_or_route_or_method(server, client):
     [
         ("/v1/responses/resp_1/nothing", "GET, DELETE"),
         *((path, "/v1/embeddings, /score, /rerank and /classify are") for path in ("/pooling", "/v2/embed")),
-        ("/v1/moderations", "only generation is supported so far"),
+        ("/v1/moderations", "neither judge nor train here"),
         ("/v1/audio/transcriptions", "/v1/chat/completions"),
         ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
         ("/collective_rpc", "--server-dev-mode"),
@@ -430,7 +430,7 @@ def test_a_route_of_others_is_answered_by_name_with_what_there_is(client, path, 
 
 
 def test_openais_client_shows_that_sentence(server):
-    missing = pytest.raises(openai.NotFoundError, match="only generation is supported so far")
+    missing = pytest.raises(openai.NotFoundError, match="neither judge nor train here")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk, missing:
         sdk.moderations.create(input="x")
 

@@ -46,7 +46,6 @@ from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, UNAVAILABLE, get, post
 from headrace.frontend.http.server.state import ServerState
-from headrace.frontend.vllm.unsupported import ONLY_GENERATION
 
 _LOAD_FORMAT, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 """Headers of ORCA (Open Request Cost Aggregation), by which load balancers such as Envoy ask for the engine's load."""
@@ -302,7 +301,7 @@ ROUTES = (
 )
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
-_GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
+_NO_SUCH_TASK = f"models generate and pool, and neither judge nor train here; {_TEXT}"
 _TEXT_ONLY = f"models read and write text only; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge an adapter into the model's weights, and serve the result"
 _NOTHING_STORED = "this server stores files, batches and responses, and nothing else between requests"
@@ -311,7 +310,7 @@ _GEMINI = f"Gemini's API is not served; {_TEXT}"
 _NOT_SERVED = types.MappingProxyType(
     {
         **dict.fromkeys(("/v1/realtime", "/v1/audio", "/v1/images", "/v1/videos"), _TEXT_ONLY),
-        **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _GENERATION),
+        **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _NO_SUCH_TASK),
         **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
