@@ -38,7 +38,7 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
     weights = _in_each_layer(spec, weights)
-    if places := _places(spec, weights.names()):
+    if places := places_of(spec, weights.names()):
         gone = frozenset(place.name for place in places.values())
         stored = partial(_placed, weights, places)
         weights = weights.then("rows as the model declares them", frozenset(places), stored, gone)
@@ -104,7 +104,7 @@ def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
     declared = {weight.name: weight for weight in model_weights(spec, prefix)}
     if spec.tied_head and (head := _head(spec, held)) is not None:
         declared[head] = Weight(head, (spec.vocab_size, spec.embedding_width), "head")
-    places = _places(spec, held)
+    places = places_of(spec, held)
     for name, weight in declared.items():
         place = places.get(name)
         if place is None:
@@ -197,7 +197,7 @@ def _packed_placed(read: Callable[[], Packed], place: StoredRows) -> Packed:
     return stored[0], stored[1][place.rows]
 
 
-def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
+def places_of(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
     """From each declared tensor that is stored differently to its place."""
     names, found = spec.names, dict[str, StoredRows]()
     prefix = names.prefix_in(held)

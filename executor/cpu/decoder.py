@@ -18,6 +18,7 @@ from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.sampling.draws import Chosen, Draws
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import BegunBlocks, GivenRows, StepLogits, no_logits
 from headrace.executor.step.states import StateArrays
@@ -27,6 +28,7 @@ from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GIVEN_ROW,
     MOST_ROW_VALUES,
+    PairedRows,
     Runtime,
     SampleBuffers,
     build,
@@ -89,17 +91,22 @@ class CpuDecoder:
         spec = with_own_head(spec, weights, place)
         weights = as_declared(spec, weights)
         block = inner_block(spec, weights, keep_packed=keep_packed, blocks=blocks)
+        self.unpadded, self.prefix = spec, spec.names.prefix_in(weights.names())
         spec, weights = padded_for(spec, weights, place, block)
         self.spec, self.dtype, self.limits, self._place = spec, dtype, limits, place
         self.runtime = used or runtime()
         reader = CpuWeights(weights, dtype, self.runtime, place=place, keep_packed=keep_packed, blocks=blocks)
+        reader.adapters = limits.adapters
         self._model: CpuModel = read_model(spec, reader)
+        self.adapter_tables = reader.adapter_tables
         self.weight_bytes = self._model.nbytes
         """Memory of the weights."""
         self.balanced = self._model.balanced
         self._written: WrittenProgram | None = None
         self._states: StateArrays | None = None
         """Of the last step, until it is repeated."""
+        self._adapters: TokenAdapters | None = None
+        """Of the last step."""
         self._logits: list[Tensor] = []
         """Item n is a view of the first n rows of the logits."""
 
@@ -167,8 +174,20 @@ class CpuDecoder:
         self._states = arrays.states
         if arrays.states is not None:
             buffers.take_states(vars(arrays.states))
+        self._adapters = arrays.adapters
+        self._pair(buffers.logits_rows[:num_states])
         if arrays.given:
             self._put_given(written, arrays)
+
+    def _pair(self, logits_rows: np.ndarray) -> None:
+        """Gives the kernels the adapters of the step's tokens, and of these rows of logits."""
+        assert self._written is not None, "bind comes first"
+        tokens, logits = self._adapters, None
+        if tokens is not None:
+            logits = tokens.of(logits_rows)
+        self._written.buffers.take_adapters(
+            *(None if each is None else PairedRows.of(each.slots, each.scales) for each in (tokens, logits))
+        )
 
     def _put_given(self, written: WrittenProgram, arrays: StepArrays) -> None:
         """Writes row inputs where the program would write token embeddings."""
@@ -206,7 +225,9 @@ class CpuDecoder:
         assert written is not None, "a step comes first"
         written.sampling.temperature[:] = 0.0  # these rows' tokens are not used
         if last - first <= most:
-            return written.program.run_logits(np.arange(first, last, dtype=np.int32))
+            rows = np.arange(first, last, dtype=np.int32)
+            self._pair(rows)
+            return written.program.run_logits(rows)
         parts = [(start, min(start + most, last)) for start in range(first, last, most)]
         return torch.cat([self._logits_at(*part).clone() for part in parts])
 

@@ -13,7 +13,7 @@ from headrace.executor.models.blocks import LayerHeld, Linear, Norm
 from headrace.executor.models.reading import Part
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.executor.parallel.load_balancing import BalancedExperts
-from headrace.kernels.cpu.facade import PackedLinear, Rotary
+from headrace.kernels.cpu.facade import EmbeddingTable, PackedLinear, Rotary
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,22 @@ class CpuModel:
     nbytes: int
     balanced: tuple[BalancedExperts, ...] = ()
     """Experts that may move between ranks."""
+    embedding_deltas: EmbeddingTable | None = None
+    """None where adapters cannot change the table."""
 
 
 def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
     """Reads the weights of the reader's rank. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width, place = spec.names, spec.hidden_size, spec.embedding_width, weights.place
     prefix = names.prefix_in(weights)
-    table = embedding_norm = positions = token_types = project_in = project_out = final_norm = head = None
+    embedding_deltas = table = embedding_norm = positions = token_types = project_in = project_out = final_norm = (
+        head
+    ) = None
     own_tokens = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else None
     if place.is_first_stage or (place.is_last_stage and spec.tied_head):
         table = weights.table(Part(prefix + names.embedding, spec.vocab_size, own_tokens), width)
+    if place.is_first_stage:
+        embedding_deltas = weights.embedding_deltas(prefix + names.embedding)
     if place.is_first_stage and spec.embedding_norm:
         embedding_norm = weights.norm(Norm.of_stream(spec, names.embedding_norm), prefix)
     if place.is_first_stage and spec.learned_position_offset is not None:
@@ -84,6 +90,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         head=head,
         nbytes=weights.nbytes,
         balanced=tuple(weights.balanced),
+        embedding_deltas=embedding_deltas,
     )
 
 

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
-from headrace.executor.models.blocks import NoMixer, Routing, emit_layer
+from headrace.executor.models.blocks import NoMixer, Routing, emit_layer, rounded_up
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.ipc.adapters import MOST_USED
 from headrace.kernels.cpu.facade import (
     Buffer,
     Builder,
@@ -40,6 +42,8 @@ from headrace.kernels.cpu.facade import (
 )
 from headrace.kernels.reference.states import LayerState
 
+MOST_MATRICES = 8
+"""Most matrices of a linear layer."""
 ALONE_S = 500e-6
 """A step shorter than this runs on one thread: beside other busy processes (the client, the HTTP server) two threads
 wait for each other longer than one would take."""
@@ -59,6 +63,18 @@ class StepLimits:
     """Steps may ask for the states of tokens after the final norm."""
     batch_invariant: bool = False
     """A row's bits depend on nothing else that a step computes, at any number of a sequence's tokens."""
+
+    adapters: AdapterLimits | None = None
+    """None: rows have no adapters."""
+
+    def delta_bytes(self, head_columns: int) -> int:
+        """Room for the products of a step's rows with the first factors of a layer's adapters, or for the rows of the
+        head. Memory is taken as it is used."""
+        if self.adapters is None:
+            return 0
+        width = MOST_MATRICES * rounded_up(self.adapters.max_rank, 16)
+        most_used = min(self.adapters.max_loras, MOST_USED)
+        return most_used * 4 * max(self.max_tokens * width, self.max_logits * rounded_up(head_columns, 16))
 
     @property
     def max_logits(self) -> int:
@@ -282,9 +298,10 @@ class ProgramOps:
     ) -> None:
         """out = activation(x W^T + b) [+ residual]"""
         first = 0
-        for weight, bias in zip(linear.weights, linear.biases, strict=True):
+        tables = [None] * len(linear.weights) if linear.deltas is None else linear.deltas.tables
+        for weight, bias, deltas in zip(linear.weights, linear.biases, tables, strict=True):
             part = out if len(linear.weights) == 1 else out.part(first, weight.columns)
-            self.builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
+            self.builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation, deltas=deltas)
             first += weight.columns
 
     def _write(
@@ -321,7 +338,13 @@ class ProgramWriter:
     ) -> None:
         self._model, self._spec, self._kv_cache, self._limits = model, model.spec, kv_cache, limits
         self._place, self._runtime = place, runtime
-        self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits, alone_s=ALONE_S)
+        self._builder = Builder(
+            runtime,
+            max_tokens=limits.max_tokens,
+            max_logits=limits.max_logits,
+            alone_s=ALONE_S,
+            delta_bytes=limits.delta_bytes(model.spec.embedding_width),
+        )
         num_positions = limits.max_positions
         if any(layer.sliding_window is None for layer in model.spec.layers):  # their blocks hold a whole sequence
             num_positions = min(num_positions, kv_cache.num_blocks * kv_cache.block_size)
@@ -391,6 +414,8 @@ class ProgramWriter:
             own = Buffer(parts[self._place.tp_rank], "tokens")
             builder.embedding(model.table, own, scale, first_id=first_id, vocab_size=spec.vocab_size)
             rank_sum(builder, self._ranks.group, parts, embedded, add=False)
+        if model.embedding_deltas is not None:
+            builder.embedding_deltas(model.embedding_deltas, embedded, scale)
         if model.project_in is not None:
             self._ops.multiply(model.project_in, embedded, self._hidden)
         if model.positions is not None:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.adapters.slots import AdapterSlots
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
@@ -35,6 +37,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.rank import Report
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.pipeline import StageRunner
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 from headrace.ipc.step import StateSnapshots, StepPlan, StepResult
@@ -64,6 +67,7 @@ class CpuRank(ModelRank):
         self._runner: ModelRunner | StageRunner | None = None
         self._balancer: ExpertBalancer | None = None  # for the model's experts
         self._submitted: deque[StepPlan] = deque()
+        self._adapters: AdapterSlots | None = None
         self._thread: StepThread | None = None
         self._compiling = threading.Thread()
 
@@ -71,7 +75,10 @@ class CpuRank(ModelRank):
         # If the kernels must be compiled first, that runs while the model is found, fetched and described.
         self._compiling = threading.Thread(target=build.load, name="compile kernels")
         self._compiling.start()
-        return super().describe(report)
+        described = super().describe(report)
+        if self.found.config is not None:
+            return described
+        return msgspec.structs.replace(described, why_no_adapters="")
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         check_no_gpu_options(plan.options)
@@ -92,6 +99,9 @@ class CpuRank(ModelRank):
         if reason:
             check_op_by_op(plan, reason)
         model = self._model = self._load_model(self.found.checkpoint)
+        if plan.adapters is not None:
+            read = partial(self.found.checkpoint.weights, place=self._place)
+            self._adapters = AdapterSlots(plan.adapters, model, self._place, read)
         self._balance(model)
         memory = host_memory()
         return MemoryReading(
@@ -153,6 +163,14 @@ class CpuRank(ModelRank):
             return result
         return msgspec.structs.replace(result, expert_balance=self._balancer.after_step())
 
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        assert self._adapters is not None, "the core asks with enable_lora alone"
+        return self._adapters.load(slot, path)
+
+    def drop_adapter(self, slot: int) -> None:
+        assert self._adapters is not None, "the core asks with enable_lora alone"
+        self._adapters.drop(slot)
+
     def share_experts(self, exchange: ExpertExchange) -> None:
         self._place = self._place.sharing_experts(exchange)
 
@@ -176,9 +194,7 @@ class CpuRank(ModelRank):
     def use_weights(self, prepared: bool) -> None:
         model, self._prepared = self._prepared, None
         if prepared and model is not None:
-            self._model = model
-            self._balance(model)
-            self.runner.use(model)
+            self._use(model)
 
     def sleep(self, level: int) -> None:
         """Releases the cache's pages. Weights are in host memory already, so that only level 2 drops them."""
@@ -191,9 +207,7 @@ class CpuRank(ModelRank):
     def wake_up(self, tags: frozenset[str]) -> None:
         """Reads dropped weights again. The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
-            self._model = self._in_time("reading the weights", self._read_again, None)
-            self._balance(self._model)
-            self.runner.use(self._model)
+            self._use(self._in_time("reading the weights", self._read_again, None))
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -202,6 +216,14 @@ class CpuRank(ModelRank):
         self._submitted.clear()
         super().stop()
         self._runner = self._model = self._balancer = None
+
+    def _use(self, model: Decoder | CpuDecoder) -> None:
+        """Computes with this model from the next step on."""
+        self._model = model
+        if self._adapters is not None:
+            self._adapters.move_to(model)
+        self._balance(model)
+        self.runner.use(model)
 
     def _balance(self, model: Decoder | CpuDecoder) -> None:
         """Starts balancing this model's experts, from their initial placement."""
@@ -281,7 +303,7 @@ class UnloadedModel:
 
 def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoordinates) -> Decoder:
     use_all_cores()
-    return Decoder(spec, weights, DTYPES[plan.dtype], "cpu", place)
+    return Decoder(spec, weights, DTYPES[plan.dtype], "cpu", place, adapters=plan.adapters)
 
 
 def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoordinates) -> CpuDecoder:
@@ -295,6 +317,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
         else plan.max_logits - plan.max_num_seqs,
         pools=pooling is not None,
         batch_invariant=plan.options.batch_invariant,
+        adapters=plan.adapters,
     )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart

@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
 from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
@@ -26,7 +27,10 @@ from headrace.kernels.cpu.facade import (
     GROUPED_TYPES,
     WEIGHT_TYPES,
     Arena,
+    DeltaTable,
+    EmbeddingTable,
     Norm,
+    PackedDelta,
     PackedExperts,
     PackedLinear,
     Runtime,
@@ -38,6 +42,7 @@ from headrace.kernels.cpu.facade import (
     why_not_group,
 )
 from headrace.kernels.grouped import GroupedWeight, fit_half, joined
+from headrace.kernels.low_rank import LowRank
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,8 @@ class CpuLinear:
     activation: str = "none"
     gated: bool = False
     """The first half of the results, after the activation, is multiplied by the second half."""
+    deltas: CpuDeltas | None = None
+    """None where adapters cannot change it."""
 
     @property
     def columns(self) -> int:
@@ -84,6 +91,41 @@ class CpuLinear:
     def gates_itself(self) -> bool:
         """Whether it is a single weight whose kernel multiplies the halves."""
         return self.weights[0].gated
+
+
+@dataclass(frozen=True)
+class CpuDeltas:
+    """The adapters of a `CpuLinear`, by slot."""
+
+    tables: tuple[DeltaTable, ...]
+    """Of each of its weights."""
+    first_rows: tuple[int, ...]
+    """Of each of its weights, and their number."""
+
+    @classmethod
+    def of(cls, weights: Sequence[PackedLinear], limits: AdapterLimits) -> CpuDeltas:
+        dtype = getattr(torch, limits.dtype)
+        first_rows = tuple(accumulate((weight.n for weight in weights), initial=0))
+        return cls(tuple(DeltaTable(weight, dtype, limits.slots) for weight in weights), first_rows)
+
+    def pack(self, delta: LowRank) -> PackedDeltas:
+        spans = zip(self.tables, pairwise(self.first_rows), strict=True)
+        return PackedDeltas(tuple(table.pack(delta.of_rows(*span)) for table, span in spans))
+
+    def put(self, slot: int, packed: PackedDeltas | None) -> None:
+        for index, table in enumerate(self.tables):
+            table.put(slot, None if packed is None else packed.parts[index])
+
+
+@dataclass(frozen=True)
+class PackedDeltas:
+    """One adapter's part of a `CpuLinear`."""
+
+    parts: tuple[PackedDelta | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.parts if each is not None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +194,8 @@ class CpuWeights(CheckedWeights):
             weights.append(self.pack(_joined(stored[first:last]), gated=is_pair))
             joined_biases.append(torch.cat(biases[first:last]) if biases else None)
             first = last
-        return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
+        deltas = self._deltas(prefix + declared.matrices[0][0], weights)
+        return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated, deltas)
 
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
         """Packs each expert by itself, as stored; as floats where the stored types cannot be computed together."""
@@ -198,7 +241,20 @@ class CpuWeights(CheckedWeights):
         """The matrix that computes logits: the part, or the `tied` one in its place."""
         table = self.table(part, in_features, "head") if tied is None else tied
         added = self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) if bias else None
-        return CpuLinear((table,), (added,))
+        return CpuLinear((table,), (added,), deltas=self._deltas(part.name, (table,)))
+
+    def embedding_deltas(self, name: str) -> EmbeddingTable | None:
+        """The adapters of the table of this name."""
+        if self.adapters is None:
+            return None
+        found = self.adapter_tables[name] = EmbeddingTable(self.adapters.slots)
+        return found
+
+    def _deltas(self, name: str, weights: Sequence[PackedLinear]) -> CpuDeltas | None:
+        if self.adapters is None:
+            return None
+        found = self.adapter_tables[name] = CpuDeltas.of(weights, self.adapters)
+        return found
 
     def report_unpacked(self) -> None:
         """Logs once which weights are kept as floats because the kernels cannot compute them as stored or as asked."""

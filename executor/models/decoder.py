@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.checkpoints.declared_weights import as_declared, with_own_head
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Linear, Norm
 from headrace.executor.models.eager import (
     ChooseKernel,
+    EagerEmbeddingDeltas,
     EagerLinear,
     EagerNorm,
     EagerWeights,
@@ -33,6 +35,7 @@ from headrace.executor.models.vocabulary import (
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.sampling.draws import Draws
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.kernels.expert_places import replica_keys
@@ -58,14 +61,19 @@ class Decoder:
         place: RankCoordinates = SINGLE,
         choose: ChooseKernel = kernels.choose,
         keep: KeepLayer | None = None,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         """keep: called as keep(index, layer) once a layer is read; its result is called in the layer's place."""
         spec = with_own_head(spec, weights, place)
+        self.unpadded = spec
         spec, weights = padded_for(spec, as_declared(spec, weights), place)
         checked = EagerWeights(weights, dtype, torch.device(device), place, choose, spec.ropes)
-        prefix = spec.names.prefix_in(checked)
+        checked.adapters = adapters
+        self.adapter_tables = checked.adapter_tables
+        self.prefix = prefix = spec.names.prefix_in(checked)
         self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place
         self._embedding: VocabParallelEmbedding | None = None
+        self._embedding_deltas: EagerEmbeddingDeltas | None = None
         self._positions: Tensor | None = None
         self._token_types: Tensor | None = None
         self._project_in: EagerLinear | None = None
@@ -103,6 +111,9 @@ class Decoder:
 
     def _read_beginning(self, checked: EagerWeights, prefix: str) -> None:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
+        if checked.adapters is not None:
+            deltas = EagerEmbeddingDeltas(checked.adapters, stream_scale(spec, self.dtype))
+            self._embedding_deltas = checked.adapter_tables[prefix + names.embedding] = deltas
         if spec.learned_position_offset is not None:
             rows = spec.max_positions + spec.learned_position_offset
             self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
@@ -149,7 +160,7 @@ class Decoder:
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
         keys = replica_keys(inputs.token_ids, inputs.positions) if self.balanced else None
-        steps = [SharedInputs(batch, cos_sin, keys, inputs.states) for batch in inputs.batches]
+        steps = [SharedInputs(batch, cos_sin, keys, inputs.states, inputs.adapters) for batch in inputs.batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
         if not self._place.is_last_stage:
@@ -165,6 +176,8 @@ class Decoder:
         """The stream before the first layer, [num_tokens, hidden], and no delta."""
         assert self._embedding is not None, "the first stage has the embedding"
         hidden = self._embedding(inputs.token_ids)
+        if inputs.adapters is not None and self._embedding_deltas is not None:
+            hidden = self._embedding_deltas.added(inputs.token_ids, hidden, inputs.adapters)
         if inputs.given:
             put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:
@@ -204,9 +217,10 @@ class Decoder:
         return hidden if self._project_out is None else self._project_out(hidden)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied."""
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied. adapters: of
+        these rows' tokens."""
         assert self._head is not None, "the last stage has the head"
-        logits = self._head(self.last_states(hidden)).float()
+        logits = self._head(self.last_states(hidden), adapters).float()
         cap = self.spec.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
@@ -22,7 +23,9 @@ from headrace.executor.models.chunks import in_chunks, query_growth
 from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.kernels.grouped import GroupedWeight, joined
+from headrace.kernels.low_rank import EmbeddingDelta, LowRank
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
@@ -66,6 +69,8 @@ class SharedInputs:
     without load balancing of experts."""
     states: StateBatch | None = None
     """For layers that keep a state per sequence."""
+    adapters: TokenAdapters | None = None
+    """None where no token has any."""
 
 
 class EagerNorm:
@@ -215,6 +220,56 @@ def _arguments_of_kernel(weight: GroupedWeight) -> tuple[Any, ...] | None:
     return None
 
 
+class EagerDeltas:
+    """The adapters of a linear layer, by slot."""
+
+    def __init__(self, limits: AdapterLimits, bias: Tensor | None) -> None:
+        """bias: the layer's own."""
+        self._dtype, self._bias = getattr(torch, limits.dtype), bias
+        self._slots: list[LowRank | None] = [None] * limits.slots
+
+    def pack(self, delta: LowRank) -> LowRank:
+        return delta.to(self._dtype)
+
+    def put(self, slot: int, packed: LowRank | None) -> None:
+        self._slots[slot] = packed
+
+    def added(self, x: Tensor, product: Tensor, adapters: TokenAdapters) -> Tensor:
+        """The product of the rows x [num_tokens, in_features] with what their adapters add to it."""
+        found = product.clone()
+        for slot, scale, rows in adapters.groups():
+            if (delta := self._slots[slot]) is None:
+                continue
+            own = product[rows] if self._bias is None else product[rows] - self._bias
+            change = delta.added(x[rows].to(self._dtype), own, scale)
+            found[rows] = (found[rows].float() + change).to(found.dtype)
+        return found
+
+
+class EagerEmbeddingDeltas:
+    """The adapters of a table of token embeddings, by slot."""
+
+    def __init__(self, limits: AdapterLimits, table_scale: float) -> None:
+        """table_scale: by which rows of the table are multiplied."""
+        self._scale = table_scale
+        self._slots: list[EmbeddingDelta | None] = [None] * limits.slots
+
+    def pack(self, delta: EmbeddingDelta) -> EmbeddingDelta:
+        return delta
+
+    def put(self, slot: int, packed: EmbeddingDelta | None) -> None:
+        self._slots[slot] = packed
+
+    def added(self, token_ids: Tensor, embedded: Tensor, adapters: TokenAdapters) -> Tensor:
+        """The rows of token_ids [num_tokens], `embedded`, with what their adapters add to them."""
+        found = embedded.clone()
+        for slot, scale, rows in adapters.groups():
+            if (delta := self._slots[slot]) is not None:
+                change = delta.added(token_ids[rows], embedded[rows], scale, self._scale)
+                found[rows] = (found[rows].float() + change).to(found.dtype)
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class EagerLinear:
     """A `Linear`'s packed weight, and the activation of its product."""
@@ -223,19 +278,29 @@ class EagerLinear:
     activate: Callable[[Tensor, str], Tensor] | None = None
     activation: str | None = None
     gated: bool = False
+    deltas: EagerDeltas | None = None
+    """None where adapters cannot change it."""
 
     @classmethod
     def read(cls, weights: EagerWeights, declared: Linear, prefix: str) -> EagerLinear:
         parts, columns, bias = weights.parts_of(declared, prefix)
         weight = weights.linear(parts, size_of(declared.columns), columns, bias, declared.role)
+        deltas = None
+        if weights.adapters is not None:
+            biases = weights.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
+            deltas = EagerDeltas(weights.adapters, biases)
+            weights.adapter_tables[prefix + declared.matrices[0][0]] = deltas
         if declared.activation is None:
-            return cls(weight)
+            return cls(weight, deltas=deltas)
         op = "activate_and_multiply" if declared.gated else "activate"
-        return cls(weight, weights.kernel(op, kind=declared.activation), declared.activation, declared.gated)
+        activate = weights.kernel(op, kind=declared.activation)
+        return cls(weight, activate, declared.activation, declared.gated, deltas)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, this rank's out_features]"""
         product = self.weight.apply(x)
+        if adapters is not None and self.deltas is not None:
+            product = self.deltas.added(x, product, adapters)
         if self.activate is None or self.activation is None:
             return product
         return self.activate(product, self.activation)
@@ -403,12 +468,14 @@ def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
 class EagerOps:
     """`blocks.Ops`."""
 
-    def __init__(self, place: RankCoordinates, replica_keys: Tensor | None = None) -> None:
-        """replica_keys: of `SharedInputs`."""
-        self._place, self._replica_keys = place, replica_keys
+    def __init__(
+        self, place: RankCoordinates, replica_keys: Tensor | None = None, adapters: TokenAdapters | None = None
+    ) -> None:
+        """replica_keys, adapters: of `SharedInputs`."""
+        self._place, self._replica_keys, self._adapters = place, replica_keys, adapters
 
     def linear(self, weight: EagerLinear, x: Tensor) -> Tensor:
-        return weight(x)
+        return weight(x, self._adapters)
 
     def norm(self, norm: EagerNorm, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         part = x[:, first:last]
@@ -419,7 +486,7 @@ class EagerOps:
         return op(*values)
 
     def product(self, weight: EagerLinear, x: Tensor) -> Any:
-        return weight(x)
+        return weight(x, self._adapters)
 
     def experts(
         self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None = None
@@ -456,7 +523,7 @@ class EagerLayerOps(EagerOps):
         cache: LayerCache,
     ) -> None:
         """hidden, delta: [num_tokens, hidden]"""
-        super().__init__(place, step.replica_keys)
+        super().__init__(place, step.replica_keys, step.adapters)
         self.hidden, self.delta = hidden, delta
         self._step, self._cache = step, cache
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.attention import BIAS_PADDING
 from headrace.kernels.reference.moe import MovableExperts
+
+if TYPE_CHECKING:
+    from headrace.core.options.adapters import AdapterLimits
+    from headrace.executor.adapters.slots import AdapterTable
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +112,10 @@ class CheckedWeights:
         logger.debug("rank %d reads %s", place.rank, source)
         self._used: set[str] = set()
         self._fused: tuple[Fused, ...] = ()
+        self.adapters: AdapterLimits | None = None
+        """None: no adapters change the model's layers."""
+        self.adapter_tables: dict[str, AdapterTable] = {}
+        """Of the linear layers read so far, by the name of each layer's first matrix."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Stream
-from headrace.executor.models.eager import EagerOps, EagerWeights
+from headrace.executor.models.eager import EagerDeltas, EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
 from headrace.executor.parallel.rank_place import RankCoordinates
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.inputs import GivenRows
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
@@ -90,10 +91,17 @@ class VocabParallelHead:
             rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
         self._vocab_size = shape[0]
+        self._deltas: EagerDeltas | None = None
+        if weights.adapters is not None:
+            own = place.vocabulary(shape[0]) if place.tp_size > 1 else None
+            added = weights.stack([(f"{name}.bias", Part(name, shape[0], own))], None, None) if bias else None
+            self._deltas = weights.adapter_tables[name] = EagerDeltas(weights.adapters, added)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
         logits = self.weight.apply(hidden)
+        if adapters is not None and self._deltas is not None:
+            logits = self._deltas.added(hidden, logits, adapters)
         size = self._place.tp_size
         if size == 1:
             return logits

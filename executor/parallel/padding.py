@@ -77,7 +77,7 @@ def padded_weights(source: WeightSource, spec: ArchSpec, padded: ArchSpec) -> We
     Raises ModelError, when a tensor is asked for, where the checkpoint disagrees with the model's config.
     """
     weights = Weights.of(source)
-    axes = _axes_by_name(spec, padded, spec.names.prefix_in(weights.names()))
+    axes = grown_axes(spec, padded, spec.names.prefix_in(weights.names()))
 
     def stored(name: str) -> StoredTensor:
         found, grown = weights.stored(name), axes[name]
@@ -236,7 +236,7 @@ def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None)
     return last - first, end - begin
 
 
-def _axes_by_name(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, GrownAxis]]:
+def grown_axes(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, GrownAxis]]:
     """For each tensor that padding enlarges, its enlarged dimensions."""
     found: dict[str, dict[int, GrownAxis]] = {}
     for weight, grown in zip(model_weights(spec, prefix), model_weights(padded, prefix), strict=True):

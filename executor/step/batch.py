@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.executor.sampling.columns import SamplingColumns
+from headrace.executor.step.adapters import AdapterColumns, TokenAdapters
 from headrace.executor.step.columns import RowColumns
 from headrace.executor.step.row_inputs import InputColumns, PlacedInput
 from headrace.executor.step.states import RowStates, StateArrays
@@ -43,6 +44,8 @@ class StepArrays:
     """False where all rows are greedy and only the highest logit of each row is read."""
     states: StateArrays | None = None
     """For models with layers that keep a state per sequence."""
+    adapters: TokenAdapters | None = None
+    """None where no token has any."""
 
 
 class BatchState:
@@ -81,7 +84,12 @@ class BatchState:
         """By table: how many blocks it has."""
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self.inputs = InputColumns()
-        self.columns: dict[str, RowColumns] = {"sampling": self.sampling, "inputs": self.inputs}
+        self.adapters = AdapterColumns()
+        self.columns: dict[str, RowColumns] = {
+            "sampling": self.sampling,
+            "inputs": self.inputs,
+            "adapters": self.adapters,
+        }
         """What requests bring besides tokens and blocks, by concern."""
         self._repeated_rows = np.zeros(0, np.int32)
         self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array per step, not yet in `tokens`
@@ -174,6 +182,7 @@ class BatchState:
             given=self.inputs.placed(plan),
             reads_logits=reads_logits,
             states=self._states_of_step,
+            adapters=self.adapters.of_tokens(rows, query_start, positions),
         )
 
     def _enter(self, new: NewRow) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.sampling.draws import Chosen, Draws
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.row_inputs import PlacedInput
 from headrace.executor.step.states import StateArrays
@@ -70,6 +71,8 @@ class StepInputs:
     """What takes the place of tokens' embeddings."""
     states: StateBatch | None = None
     """For models with layers that keep a state per sequence."""
+    adapters: TokenAdapters | None = None
+    """On the host. None where no token has any."""
 
     @property
     def batches(self) -> tuple[PagedBatch | StateBatch, ...]:
@@ -95,7 +98,7 @@ class StepInputs:
     def on(cls, device: torch.device, arrays: StepArrays) -> StepInputs:
         """Copies the host's arrays to a device."""
         values = dict(vars(arrays))
-        block_size, states = values.pop("block_size"), values.pop("states")
+        block_size, states, adapters = values.pop("block_size"), values.pop("states"), values.pop("adapters")
         del values["reads_logits"]
         given = GivenRows.of(values.pop("given"))
         if arrays.token_types is None:
@@ -108,7 +111,9 @@ class StepInputs:
         for name in ("slot_mapping", "block_tables"):
             tensors[name] = tuple(tensors[name])
         found = None if states is None else _states_on(device, states, tensors["query_start"])
-        return cls(block_size=block_size, max_query_len=longest, states=found, given=given, **tensors)
+        return cls(
+            block_size=block_size, max_query_len=longest, states=found, given=given, adapters=adapters, **tensors
+        )
 
 
 def _states_on(device: torch.device, arrays: StateArrays, query_start: Tensor) -> StateBatch:
@@ -181,16 +186,29 @@ class PoolableModel(HiddenStateModel, Protocol):
     def last_states(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size] -> [n, width], what the head reads."""
 
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """As `HiddenStateModel.logits`, of tokens with these adapters."""
+
 
 @torch.inference_mode()
 def step_in_two(model: PoolableModel, inputs: StepInputs, kv_cache: Any) -> StepLogits:
     """One step of a `PoolableModel`."""
     hidden = model.forward(inputs, kv_cache)
     wanted = len(inputs.logits_indices)
-    if wanted:
-        sampled = model.logits(hidden if wanted == len(hidden) else hidden[inputs.logits_indices])
+    adapters = inputs.adapters
+
+    def logits_of(rows: Tensor, indices: slice | np.ndarray) -> Tensor:
+        return model.logits(rows) if adapters is None else model.logits(rows, adapters.of(indices))
+
+    def logits_at(first: int, last: int) -> Tensor:
+        return logits_of(hidden[first:last], slice(first, last))
+
+    if wanted == len(hidden):
+        sampled = logits_at(0, wanted)
+    elif wanted:
+        sampled = logits_of(hidden[inputs.logits_indices], inputs.logits_indices.cpu().numpy())
     else:
         sampled = torch.empty(0, 0, device=hidden.device)
     indices = inputs.pooled_indices
     pooled = model.last_states(hidden[indices]) if indices is not None and len(indices) else None
-    return StepLogits(sampled, lambda first, last: model.logits(hidden[first:last]), pooled=pooled)
+    return StepLogits(sampled, logits_at, pooled=pooled)

@@ -7,6 +7,7 @@ from headrace.kernels.cpu.attention.cache import CACHE_TYPES, why_no_attention, 
 from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
 from headrace.kernels.cpu.linear.args import DTYPES
+from headrace.kernels.cpu.linear.deltas import DeltaTable, EmbeddingTable, PackedDelta, PairedRows
 from headrace.kernels.cpu.linear.linear import (
     FLOAT_TYPES,
     GROUPED_TYPES,
@@ -52,12 +53,16 @@ __all__ = [
     "AttentionLayer",
     "Buffer",
     "Builder",
+    "DeltaTable",
+    "EmbeddingTable",
     "GroupC",
     "LatentLayer",
     "LayerCache",
     "Norm",
+    "PackedDelta",
     "PackedExperts",
     "PackedLinear",
+    "PairedRows",
     "PeerC",
     "Program",
     "Rotary",

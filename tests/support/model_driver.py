@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,11 @@ from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.executor.step.adapters import AdapterColumns
 from headrace.executor.step.batch import StepArrays
+from headrace.ipc.adapters import RowAdapter
+from headrace.ipc.messages import Sampling
+from headrace.ipc.step import NewRow
 
 
 class DictSource(WeightSource):
@@ -40,6 +45,21 @@ class DictSource(WeightSource):
             tensor = tensor[:, columns]
         self.elements_read += tensor.numel()
         return tensor.clone()
+
+
+def new_row(row: int, adapters: tuple[RowAdapter, ...]) -> NewRow:
+    """A request of which only the adapters matter."""
+    nothing = np.zeros(0, np.int32)
+    return NewRow(
+        row=row,
+        token_ids=nothing,
+        num_prompt_tokens=0,
+        num_computed_tokens=0,
+        block_ids=nothing,
+        task=Sampling(max_tokens=1),
+        seed=0,
+        adapters=adapters,
+    )
 
 
 class Driver:
@@ -68,9 +88,15 @@ class Driver:
         random.Random(1).shuffle(self.free)
 
     def greedy(
-        self, prompts: Sequence[list[int]], new_tokens: int, chunk: int, budget: int = 1 << 30
+        self,
+        prompts: Sequence[list[int]],
+        new_tokens: int,
+        chunk: int,
+        budget: int = 1 << 30,
+        adapters: Sequence[tuple[RowAdapter, ...]] = (),
     ) -> tuple[list[list[int]], list[Tensor]]:
         """The new tokens of each prompt, and the logits that they were chosen from, [new_tokens, vocab_size].
+        adapters: of each prompt; empty: none has any.
 
         A sequence computes at most `chunk` tokens per step, and a step at most `budget`, so that chunks of prompts
         share steps with sequences that already generate.
@@ -79,6 +105,9 @@ class Driver:
         tables: list[list[int]] = [[] for _ in prompts]
         done = [0] * len(prompts)
         chosen: list[list[Tensor]] = [[] for _ in prompts]
+        columns = AdapterColumns()
+        for row, used in enumerate(adapters):
+            columns.enter(new_row(row, used))
         while active := [i for i in range(len(prompts)) if len(chosen[i]) < new_tokens]:
             left, step = budget, []
             for i in sorted(active, key=lambda i: len(tokens[i]) - done[i]):
@@ -87,6 +116,8 @@ class Driver:
                     step.append((i, done[i], count))
                     left -= count
             arrays = self._arrays(step, tokens, tables, [len(prompt) for prompt in prompts])
+            rows = np.array([i for i, _, _ in step], np.int32)
+            arrays = replace(arrays, adapters=columns.of_tokens(rows, arrays.query_start, arrays.positions))
             logits = self.decoder.step(arrays, self.cache, None).sampled.clone()
             for row, (i, start, count) in zip(logits, step, strict=True):
                 done[i] = start + count

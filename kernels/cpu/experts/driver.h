@@ -101,6 +101,7 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
 }
 
 template <class Kernel>
-constexpr Tiles kTilesOf = {run_linear<Kernel>, run_stack<Kernel>};
+constexpr Tiles kTilesOf = {Kernel::kMaxRows, run_linear<Kernel>, run_stack<Kernel>, Kernel::usable,
+                            Kernel::prepare,  run_unit<Kernel>,   run_tile<Kernel>};
 
 }  // namespace headrace

@@ -120,6 +120,8 @@ class LinearArgs(ctypes.Structure):
         ("highest_rows", ctypes.c_int64),
         ("add_to", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("site", ctypes.c_void_p),
+        ("deltas", ctypes.c_void_p),
     )
 
 
@@ -156,3 +158,73 @@ class ScratchNeed(ctypes.Structure):
     """Mirror of `ScratchNeed` in linear.h."""
 
     _fields_ = (("shared_bytes", ctypes.c_int64), ("per_thread_bytes", ctypes.c_int64))
+
+
+class DeltaPanelC(ctypes.Structure):
+    """Mirror of `DeltaPanel` in deltas.h."""
+
+    _fields_ = (("data", ctypes.c_uint64), ("begin", ctypes.c_int32), ("count", ctypes.c_int32))
+
+
+class DeltaC(ctypes.Structure):
+    """Mirror of `Delta` in deltas.h."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("magnitude", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("replaces", ctypes.c_int32),
+    )
+
+
+class DeltaSiteC(ctypes.Structure):
+    """Mirror of `DeltaSite` in deltas.h."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+    )
+
+
+class RowAdaptersC(ctypes.Structure):
+    """Mirror of `RowAdapters` in deltas.h."""
+
+    _fields_ = (
+        ("starts", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("slot_of", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("pair_of", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int64),
+        ("most_used", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+    )
+
+
+class EmbedDeltaC(ctypes.Structure):
+    """Mirror of `EmbedDelta` in deltas.h."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+    )
+
+
+class EmbedDeltasArgs(ctypes.Structure):
+    """Mirror of `EmbedDeltasArgs` in deltas.h."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("out_dtype", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )

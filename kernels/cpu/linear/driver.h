@@ -12,6 +12,7 @@
 //                                 sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
 #pragma once
 
+#include "linear/deltas.h"
 #include "linear/linear.h"
 
 namespace headrace {
@@ -129,8 +130,9 @@ void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride
                   int64_t unit);
 
 // highest: the entry of row 0, or null to write the output.
-inline void finish_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* highest,
+inline void finish_tile(const LinearArgs& args, float* sums, int64_t sums_stride, LaneHighest* highest,
                         int64_t first_row, int num_rows, int64_t unit) {
+  if (args.deltas) args.deltas->add(*args.deltas, sums, sums_stride, first_row, num_rows, unit);
   if (highest)
     keep_highest(args, sums, sums_stride, highest + first_row, num_rows, unit);
   else
@@ -193,6 +195,13 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t, int64_t) {
     finish_tile(args, sums + (row - begin) * sums_stride, sums_stride, highest, row, num_rows, unit);
   });
+}
+
+// `call_tile` without prefetching, for panels that are in a near cache.
+template <class Kernel>
+void run_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+              int64_t sums_stride, bool add) {
+  call_tile<Kernel, Kernel::kMaxRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, Ahead{panel, 0});
 }
 
 // Rows of x in a block, which goes through all panels before the next block: as many as fit the cache.

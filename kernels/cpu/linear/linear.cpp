@@ -46,7 +46,10 @@ using namespace headrace;
 
 HR_EXPORT void hr_op_linear(const void* raw, const Step& step, int thread, int num_threads) {
   const auto& args = *static_cast<const LinearArgs*>(raw);
-  args.weight.tiles->linear(args, step, thread, num_threads);
+  if (args.site && step.adapters)
+    linear_with_deltas(args, step, thread, num_threads);
+  else
+    args.weight.tiles->linear(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_pack(const void* raw, const Step&, int thread, int num_threads) {

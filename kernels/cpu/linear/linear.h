@@ -42,10 +42,18 @@ enum class WeightType : int32_t {
 constexpr int kWeightTypes = 15;
 constexpr int32_t kNoZeros = -1;
 
-// The functions that multiply by weights of one type: for a linear layer, and for a stack of experts (see experts.h).
+// The functions that multiply by weights of one type: for a linear layer, for a stack of experts (see experts.h), and
+// the parts of these that deltas.cpp uses (see driver.h).
 struct Tiles {
+  int32_t max_rows;  // of `tile`
   void (*linear)(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
   void (*experts)(struct StackRun& run, const Step& step, int thread, int num_threads);
+  bool (*usable)(const struct LinearArgs& args);
+  void (*prepare)(const struct LinearArgs& args, const char* row, char* to);
+  void (*unit)(const struct LinearArgs& args, const struct Prepared& x, int64_t unit, int64_t begin, int64_t end,
+               float* sums, struct LaneHighest* highest);
+  void (*tile)(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+               int64_t sums_stride, bool add);
 };
 
 // How the inputs of weights with group scales are quantised. kNone: two int8 parts per block of 32. kToken and
@@ -110,6 +118,10 @@ struct LinearArgs {
   // product of fan 1, without activation and residual.
   const int32_t* add_to;
   const float* scales;
+  // What adapters add to the sums, before bias and activation: see deltas.h. Null: none can.
+  const struct DeltaSite* site;
+  // Null in the arguments of an op, which sets it in its own copy for a step with adapters.
+  const struct DeltaRun* deltas;
 };
 
 // Scratch that an op needs, as hr_linear_scratch and hr_experts_scratch return it.

@@ -85,6 +85,7 @@ __all__ = [
     "quantise_wide",
     "reference",
     "runtime",
+    "tiles_of",
     "why_not",
 ]  # fmt: skip
 
@@ -329,7 +330,7 @@ def pack(
         order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
         groups, kept = _describe_groups(weight, source, descriptor, order)
         _describe_inputs(weight, descriptor)
-    descriptor.tiles = _tiles(used.library, type_name, descriptor.rounding > 0)
+    descriptor.tiles = tiles_of(used.library, type_name, rounded=descriptor.rounding > 0)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
     memory, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
@@ -433,7 +434,7 @@ VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
 
 
 @functools.cache
-def _tiles(core: build.Library, type_name: str, rounded: bool) -> int:
+def tiles_of(core: build.Library, type_name: str, *, rounded: bool = False) -> int:
     """The address of the `Tiles` of a type. Their library exists: `why_not` was asked before."""
     part = library_part(type_name)
     library = core if part == units.CORE else build.load(core.level, part)

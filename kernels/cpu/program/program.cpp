@@ -133,7 +133,10 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"DraftedC", sizeof(Drafted)},         {"ConvolveArgs", sizeof(ConvolveArgs)},
       {"ScanArgs", sizeof(ScanArgs)},         {"LinearAttentionArgs", sizeof(LinearAttentionArgs)},
       {"SelectiveArgs", sizeof(SelectiveArgs)},  {"GatedNormArgs", sizeof(GatedNormArgs)},
-      {"ProgramC", sizeof(Program)},
+      {"ProgramC", sizeof(Program)},         {"RowAdaptersC", sizeof(RowAdapters)},
+      {"DeltaC", sizeof(Delta)},             {"DeltaSiteC", sizeof(DeltaSite)},
+      {"DeltaPanelC", sizeof(DeltaPanel)},   {"EmbedDeltaC", sizeof(EmbedDelta)},
+      {"EmbedDeltasArgs", sizeof(EmbedDeltasArgs)},
       {"Step", sizeof(Step)},
   };
   for (const auto& each : known)

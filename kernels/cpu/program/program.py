@@ -29,6 +29,8 @@ from headrace.kernels.cpu.elementwise.args import (
     SoftCapArgs,
 )
 from headrace.kernels.cpu.experts.moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
+from headrace.kernels.cpu.linear.args import EmbedDeltasArgs
+from headrace.kernels.cpu.linear.deltas import DeltaTable, EmbeddingTable
 from headrace.kernels.cpu.linear.linear import (
     ACTIVATIONS,
     ROWS_LOGITS,
@@ -73,9 +75,12 @@ class Builder:
     program uses tensors in place and keeps them alive.
     """
 
-    def __init__(self, runtime: Runtime, *, max_tokens: int, max_logits: int, alone_s: float = 0.0) -> None:
+    def __init__(
+        self, runtime: Runtime, *, max_tokens: int, max_logits: int, alone_s: float = 0.0, delta_bytes: int = 0
+    ) -> None:
         """max_tokens, max_logits: the most rows of a step. alone_s: the calling thread runs alone those steps that
-        one thread is estimated to compute in this many seconds."""
+        one thread is estimated to compute in this many seconds. delta_bytes: the most that y of a linear layer takes
+        (deltas.h); 0: there are no adapters."""
         if max_tokens < 1 or max_logits < 1:
             raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
         self.runtime = runtime
@@ -85,6 +90,11 @@ class Builder:
         self._scratch = [0, 0]  # shared, per thread
         self._alone_s, self._weight_bytes, self._multiply_adds = alone_s, 0, 0
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+        self._delta_rooms: tuple[Tensor, Tensor] | None = None
+        """Two, since threads may still be reading one when the next layer begins."""
+        self._delta_turn = 0
+        if delta_bytes:
+            self._delta_rooms = torch.empty(delta_bytes, dtype=torch.uint8), torch.empty(delta_bytes, dtype=torch.uint8)
         self._inner: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Activations between the two products of experts; layers of one size share them, since they run in turn."""
         self._logits_start: tuple[int, int] | None = None
@@ -140,6 +150,13 @@ class Builder:
             self._add("embedding", "hr_op_embed", packed, (), (out,), keep=(table,))
             return
         self._dense_embedding(table, None, out, scale)
+
+    def embedding_deltas(self, table: EmbeddingTable, out: Buffer, scale: float = 1.0) -> None:
+        """Adds what adapters have for the tokens to out, which `embedding` has written with this scale."""
+        args = EmbedDeltasArgs(slots=ctypes.addressof(table.slots), out=out.address, out_stride=out.stride)
+        args.width, args.out_dtype, args.scale = out.columns, out.type, scale
+        self._need(0, 2 * 4 * out.columns)
+        self._add("embedding_deltas", "hr_op_embed_deltas", args, (out,), (out,), keep=(table,))
 
     def add_positions(self, table: Tensor, out: Buffer, offset: int = 0) -> None:
         """out += table[position + offset]. table: [positions, columns], learned."""
@@ -275,8 +292,11 @@ class Builder:
         bias: Tensor | None = None,
         residual: Buffer | None = None,
         activation: str = "none",
+        deltas: DeltaTable | None = None,
     ) -> None:
-        """out = act(x W^T + bias) [+ residual]; for a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual]."""
+        """out = act(x W^T + bias) [+ residual]; for a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual].
+
+        deltas: the weight's slots, if adapters may add to its products."""
         require_same(x.columns, weight.k, "a linear layer's input", "its weight's columns")
         require_same(out.columns, weight.columns, "a linear layer's output", "its weight's rows")
         check_vector(bias, weight.n, "a linear layer's bias")
@@ -304,8 +324,14 @@ class Builder:
         self._need(*weight.scratch(self._max_rows[out.rows]))
         self._weight_bytes += weight.nbytes
         self._multiply_adds += weight.n * weight.k
-        reads = (x,) if residual is None else (x, residual)
-        self._add("linear", "hr_op_linear", args, reads, (out,), few=with_own_copies(args, "x", x), keep=(weight, bias))
+        site = None
+        if deltas is not None and self._delta_rooms is not None:
+            self._delta_turn ^= 1
+            site = deltas.describe(self._delta_rooms[self._delta_turn])
+            args.site = ctypes.addressof(site)
+            self._need(0, deltas.scratch_bytes())
+        reads, kept = (x,) if residual is None else (x, residual), (weight, bias, site, deltas)
+        self._add("linear", "hr_op_linear", args, reads, (out,), few=with_own_copies(args, "x", x), keep=kept)
 
     def route(
         self,
@@ -545,7 +571,7 @@ class Builder:
             max_position=self._max_position,
             logits_start=self._logits_start,
             alone_rows=rows_within(self._alone_s, self._weight_bytes, self._multiply_adds),
-            kept=(self._kept, self._workspace),
+            kept=(self._kept, self._workspace, self._delta_rooms),
         )
         return Program(self.runtime, written)
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headrace.kernels.cpu.linear.args import RowAdaptersC
+from headrace.kernels.cpu.linear.deltas import PairedRows
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.program.args import ProgramC, ProgramOp
 from headrace.kernels.cpu.program.parts import FEW_ROWS, Buffer
@@ -68,7 +70,17 @@ class StepBuffers:
         )
         self.states = StateStepC()
         """Of the layers that keep a state per sequence."""
+        self._adapters = (RowAdaptersC * 2)()
+        self._paired: list[PairedRows | None] = [None, None]
         self._state_arrays: Mapping[str, np.ndarray] = {}
+
+    def take_adapters(self, tokens: PairedRows | None, logits: PairedRows | None) -> None:
+        """Of the step's tokens and rows of logits; None: no row has any."""
+        self.step.adapters = None if tokens is None else ctypes.addressof(self._adapters)
+        self._paired = [tokens, logits]
+        for args, paired in zip(self._adapters, self._paired, strict=True):
+            if paired is not None:
+                paired.put(args)
 
     def take_states(self, arrays: Mapping[str, np.ndarray]) -> None:
         """The step's states: arrays by field of `StateStepC`, int32, which are kept and read in place."""

@@ -59,6 +59,8 @@ struct Step {
   const int32_t* logits_rows;  // [num_logits] row of the hidden states of each row of logits
   int64_t single_tokens;       // 1: every sequence computes exactly one token (set by hr_program_run)
   int64_t only_highest;        // 1: only the highest logit of each row is needed; logits need not be written
+  // [2]: the adapters of the tokens, and of the rows of logits; null if no row has any. See linear/deltas.h.
+  const struct RowAdapters* adapters;
 
   char* thread_scratch(int thread) const { return scratch + thread * scratch_stride; }
 

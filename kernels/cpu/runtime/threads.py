@@ -51,6 +51,7 @@ class Step(ctypes.Structure):
         ("logits_rows", ctypes.c_void_p),
         ("single_tokens", ctypes.c_int64),
         ("only_highest", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     )
 
 

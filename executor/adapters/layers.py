@@ -1,0 +1,339 @@
+"""Maps an adapter's modules to the linear layers that the model's blocks declare.
+
+    adapter    qkv_proj: A [16, 64], B [96, 16]
+    declared   q_proj [32, 64], k_proj [32, 64], v_proj [32, 64]: rows 0.., 32.. and 64.. of B, and one A
+
+What is true of a matrix's rows is true of its B's: parts of fused tensors, reordered rotary pairs, padding and this
+rank's share are those of declared_weights.py and padding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.executor.adapters.peft_files import SHOWN, Adapter, AdapterModule
+from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks import Declared, LayerDeclaration, Linear, size_of
+from headrace.executor.models.reading import own_part
+from headrace.executor.parallel.padding import GrownAxis, grown_axes
+from headrace.executor.parallel.rank_place import RankCoordinates
+from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
+from headrace.kernels.low_rank import EmbeddingDelta, LowRank, LowRankPart
+
+ReadBase = Callable[[], WeightSource]
+"""The model's weights under the declared names, without padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptableLayers:
+    """The linear layers of one rank that adapters may change."""
+
+    spec: ArchSpec
+    """Without padding."""
+    padded: ArchSpec
+    place: RankCoordinates
+    prefix: str
+    """Of the model's names in its checkpoint."""
+    read_base: ReadBase
+    target_modules: tuple[str, ...] = ()
+    """Ends of the names of modules that adapters may change; empty: all."""
+
+    def deltas(self, adapter: Adapter) -> dict[str, LowRank | EmbeddingDelta]:
+        """By the name of the layer's first matrix, of the head, and of the embedding.
+
+        Raises ModelError for a module that the model does not have, or that no adapter can change, and for factors that
+        do not fit the model's matrices."""
+        return _Mapped(self, adapter).deltas()
+
+
+@dataclass(eq=False)
+class _Mapped:
+    """The mapping of one adapter."""
+
+    layers: AdaptableLayers
+    adapter: Adapter
+    modules: dict[str, AdapterModule] = field(init=False)
+    """By the model's names."""
+    places: dict[str, StoredRows] = field(init=False)
+    used: set[str] = field(default_factory=set)
+    grown: dict[str, dict[int, GrownAxis]] = field(init=False)
+    _base: WeightSource | None = None
+
+    def __post_init__(self) -> None:
+        layers, spec = self.layers, self.layers.spec
+        chosen = [each for each in self.adapter.modules.values() if _is_chosen(each.name, layers.target_modules)]
+        self.modules = {self._own_name(each.name): each for each in chosen}
+        held = {f"{name}.{kind}" for name in self.modules for kind in ("weight", "bias")}
+        self.places = places_of(spec, frozenset((*held, f"{layers.prefix}{spec.names.embedding}.weight")))
+        self.grown = grown_axes(spec, layers.padded, layers.prefix)
+
+    @property
+    def base(self) -> WeightSource:
+        if self._base is None:
+            self._base = self.layers.read_base()
+        return self._base
+
+    def deltas(self) -> dict[str, LowRank | EmbeddingDelta]:
+        spec, padded, place = self.layers.spec, self.layers.padded, self.layers.place
+        own, found = set(place.layers(spec.num_layers)), dict[str, LowRank | EmbeddingDelta]()
+        for index, (layer, whole) in enumerate(zip(padded.layers, spec.layers, strict=True)):
+            start = spec.names.layer(self.layers.prefix, index)
+            declared = (_linears(LayerDeclaration.of(*each)) for each in ((padded, layer), (spec, whole)))
+            for linear, unpadded in zip(*declared, strict=True):
+                matrices = self._matrices(start, linear, unpadded)
+                if index in own and matrices:
+                    found[start + linear.matrices[0][0]] = self._low_rank(linear, matrices)
+        if (table := self.modules.get(name := f"{self.layers.prefix}{spec.names.embedding}")) is not None:
+            embedding = self._embedding(table)
+            if place.is_first_stage:
+                found[name] = embedding
+        for name in spec.names.lm_heads:
+            if spec.has_head and (module := self.modules.get(name)) is not None:
+                head = self._head(module)
+                if place.is_last_stage:
+                    found[name] = head
+        self._check_used()
+        return found
+
+    def _embedding(self, module: AdapterModule) -> EmbeddingDelta:
+        spec = self.layers.spec
+        shape = (spec.vocab_size, spec.embedding_width)
+        self.used.add(module.name)
+        if module.factors is not None or module.bias is not None:
+            raise self._error(f"{module.name} has what only linear layers have")
+        a, b = torch.zeros(shape[0], 0), torch.zeros(0, shape[1])
+        if module.embedding_a is not None and module.embedding_b is not None:
+            a, b = module.embedding_a.float().T, module.embedding_b.float().T
+            self._check_shape(module.name, (len(a), b.shape[1]), shape)
+            b = b * self.adapter.config.scaling(module.name, len(b))
+        rows = None
+        if module.weight is not None:
+            self._check_shape(module.name, tuple(module.weight.shape), shape)
+            if not self._is_copy(module.weight, f"{module.name}.weight"):
+                rows = module.weight.float()
+        return EmbeddingDelta(a, b, rows)
+
+    def _head(self, module: AdapterModule) -> LowRank:
+        spec, place = self.layers.spec, self.layers.place
+        shape = (spec.vocab_size, spec.embedding_width)
+        self.used.add(module.name)
+        if spec.unit_head:
+            raise self._error(
+                f"{module.name}: the rows of this model's head are normalised, which an adapter cannot change"
+            )
+        if module.embedding_a is not None or (module.bias is not None and not spec.head_bias):
+            raise self._error(f"{module.name} has what the model's head has not")
+        own = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else slice(0, spec.vocab_size)
+        own = slice(own.start, min(own.stop, spec.vocab_size))
+        if module.weight is not None:
+            self._check_shape(module.name, tuple(module.weight.shape), shape)
+        if module.weight is not None and not self._is_copy(module.weight, f"{module.name}.weight"):
+            if module.factors is not None:
+                raise self._error(f"{module.name} has factors beside a matrix in the place of the model's own")
+            whole = module.weight.float()[own]
+            return LowRank(len(whole), torch.zeros(0, shape[1]), bias=self._head_bias(module, own), whole=whole)
+        if module.magnitude is not None:
+            raise self._error(f"{module.name}: DoRA of the head is not supported")
+        a, parts, bias = torch.zeros(0, shape[1]), tuple[LowRankPart, ...](), self._head_bias(module, own)
+        if module.factors is not None:
+            a, b = self._factors(module, shape)
+            scaling = self.adapter.config.scaling(module.name, len(a))
+            parts = (LowRankPart(0, 0, b[own] * scaling),)
+            if module.b_bias is not None:
+                added = module.b_bias.float()[own] * scaling
+                bias = added if bias is None else bias + added
+            a = torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2))
+        return LowRank(own.stop - own.start, a, parts, bias)
+
+    def _head_bias(self, module: AdapterModule, own: slice) -> Tensor | None:
+        if module.bias is None:
+            return None
+        return module.bias.float()[own] - self.base.get(f"{module.name}.bias").float()[own]
+
+    def _is_copy(self, weight: Tensor, name: str) -> bool:
+        """Whether it is the model's own matrix, which peft saves beside factors for it."""
+        held = self.base.names()
+        if name not in held:  # of a head that is tied
+            name = f"{self.layers.prefix}{self.layers.spec.names.embedding}.weight"
+        base = self.base.get(name)
+        return torch.equal(weight.to(base.dtype), base)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, int]) -> None:
+        if found != shape:
+            raise self._error(
+                f"{name} is of a matrix of {list(found)}, and the model's has {list(shape)}: it is of another model"
+            )
+
+    def _own_name(self, name: str) -> str:
+        """An adapter's name of a module as the checkpoint's, whose prefix may be another."""
+        names, prefix = self.layers.spec.names, self.layers.prefix
+        if name.startswith(prefix) or name in names.lm_heads:
+            return name
+        known = sorted((*names.prefixes, *(each.partition(".")[2] for each in names.prefixes)), key=len, reverse=True)
+        return next((prefix + name.removeprefix(each) for each in known if name.startswith(each)), name)
+
+    def _matrices(self, start: str, linear: Linear, unpadded: Linear) -> list[_Matrix]:
+        """What the adapter has for a layer's matrices."""
+        found, first = [], 0
+        for (name, rows), (_, whole) in zip(linear.matrices, unpadded.matrices, strict=True):
+            full, own = start + name, own_part(rows, self.layers.place)
+            place = self.places.get(f"{full}.weight")
+            module = self.modules.get(full if place is None else place.name.removesuffix(".weight"))
+            taken = size_of(rows) if own is None else own.stop - own.start
+            if module is not None:
+                self.used.add(module.name)
+                shape = (size_of(whole) if place is None else place.num_stored, size_of(unpadded.columns))
+                found.append(_Matrix(full, module, place, first, shape, own))
+            first += taken
+        return found
+
+    def _low_rank(self, linear: Linear, matrices: list[_Matrix]) -> LowRank:
+        place, config = self.layers.place, self.adapter.config
+        columns, total = own_part(linear.columns, place), 0
+        for _, rows in linear.matrices:
+            own = own_part(rows, place)
+            total += size_of(rows) if own is None else own.stop - own.start
+        factors, parts, first_columns = [], [], dict[str, int]()
+        width = 0
+        bias = magnitude = None
+        for each in matrices:
+            module = each.module
+            if module.weight is not None or module.embedding_a is not None:
+                raise self._error(f"{each.name} has a whole matrix in its place, which only {self._whole()} may have")
+            if module.factors is None:
+                continue
+            first, second = self._factors(module, each.shape)
+            if module.name not in first_columns:
+                first_columns[module.name] = width
+                a = _own(first.T, self.grown.get(f"{each.name}.weight", {}).get(1), columns).T
+                factors.append(torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2)))  # pairs of kernels in bfloat16
+                width += len(factors[-1])
+            scaling = config.scaling(module.name, len(first)) * self._factor(each.name)
+            b = self._rows(each, second * scaling)
+            parts.append(LowRankPart(each.first, first_columns[module.name], b))
+        bias, magnitude = self._bias(linear, matrices, total), self._magnitude(matrices, total)
+        a = torch.cat(factors) if factors else torch.zeros(0, self._own_columns(linear))
+        return LowRank(total, a, tuple(parts), bias, magnitude)
+
+    def _own_columns(self, linear: Linear) -> int:
+        own = own_part(linear.columns, self.layers.place)
+        return size_of(linear.columns) if own is None else own.stop - own.start
+
+    def _factors(self, module: AdapterModule, shape: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """A and B, float32. shape: of the model's matrix, to be checked."""
+        assert module.factors is not None, "its caller has looked"
+        a, b = (each.float() for each in module.factors)
+        if len(a) != (said := self.adapter.config.rank_of(module.name)):
+            raise self._error(f"{module.name} has factors of rank {len(a)}, and the config says {said}")
+        if shape is not None:
+            self._check_shape(module.name, (len(b), a.shape[1]), shape)
+        return a, b
+
+    def _rows(self, matrix: _Matrix, stored: Tensor) -> Tensor:
+        """This rank's rows of a tensor that has the rows of the adapter's module."""
+        declared = stored if matrix.place is None else stored[torch.from_numpy(matrix.place.rows)]
+        return _own(declared, self.grown.get(f"{matrix.name}.weight", {}).get(0), matrix.own)
+
+    def _factor(self, name: str) -> float:
+        """By which a matrix is multiplied on reading (`ArchSpec.scaled`)."""
+        return next((factor for each, factor in self.layers.spec.scaled if f"{name}.weight".endswith(f".{each}")), 1.0)
+
+    def _bias(self, linear: Linear, matrices: list[_Matrix], total: int) -> Tensor | None:
+        """What is added to the layer's own bias; the first rank adds it where ranks add up."""
+        found = torch.zeros(total)
+        adds = own_part(linear.columns, self.layers.place) is None or self.layers.place.tp_rank == 0
+        has_any = False
+        for each in matrices:
+            module, added = each.module, None
+            if module.b_bias is not None:
+                a, _ = self._factors(module)
+                added = self._rows(each, module.b_bias.float() * self.adapter.config.scaling(module.name, len(a)))
+            if module.bias is not None:
+                if not linear.bias:
+                    raise self._error(f"{module.name} has a bias, and the model's has none")
+                new = self._rows(each, module.bias.float())
+                base = self.base.get(f"{each.name}.bias").float()
+                change = new - _own(base, self.grown.get(f"{each.name}.bias", {}).get(0), each.own)
+                added = change if added is None else added + change
+            if added is not None and adds:
+                found[each.first : each.first + len(added)] += added
+            has_any |= added is not None
+        return found if has_any and adds else None
+
+    def _magnitude(self, matrices: list[_Matrix], total: int) -> Tensor | None:
+        """DoRA's factor of each output: its magnitude over the norm of the row of W + B A."""
+        if not self.adapter.config.dora:
+            return None
+        found = torch.ones(total)
+        for each in matrices:
+            module = each.module
+            if module.magnitude is None:
+                continue
+            a, b = self._factors(module)
+            order = slice(None) if each.place is None else torch.from_numpy(each.place.rows)
+            factor = self._factor(each.name)
+            scaling = self.adapter.config.scaling(module.name, len(a))
+            weight = self.base.get(f"{each.name}.weight").float() / factor
+            norms = torch.linalg.norm(weight + scaling * (b[order] @ a), dim=1)
+            ratio = module.magnitude.float().reshape(-1)[order] / norms
+            own = _own(ratio, self.grown.get(f"{each.name}.weight", {}).get(0), each.own)
+            found[each.first : each.first + len(own)] = own
+        return found
+
+    def _check_used(self) -> None:
+        rest = sorted(each.name for each in self.modules.values() if each.name not in self.used)
+        if rest:
+            shown = printable(", ".join(rest[:SHOWN])) + (f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else "")
+            model = self.layers.spec.architecture
+            raise self._error(f"{model} has no matrices that adapters change under the names {shown}")
+
+    def _whole(self) -> str:
+        return "the head and the embedding"
+
+    def _error(self, what: str) -> ModelError:
+        return ModelError(f"the adapter {self.adapter.path}: {what}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """One of a layer's matrices that an adapter changes."""
+
+    name: str
+    """As declared, without `.weight`."""
+    module: AdapterModule
+    place: StoredRows | None
+    """Which of the module's rows are the matrix's; None: all."""
+    first: int
+    """Its first output of the layer on this rank."""
+    shape: tuple[int, int]
+    """Of the matrix in the checkpoint that the module is."""
+    own: slice | None
+    """This rank's rows of the padded matrix; None: all."""
+
+
+def _is_chosen(name: str, ends: Iterable[str]) -> bool:
+    ends = tuple(ends)
+    return not ends or any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:
+    parts: list[Declared] = [*declaration.mixer.values(), *declaration.ffn.values(), *declaration.stream.values()]
+    return (each for each in parts if isinstance(each, Linear))
+
+
+def _own(tensor: Tensor, grown: GrownAxis | None, own: slice | None) -> Tensor:
+    """The rows `own` of a tensor after padding; None: all."""
+    if grown is None:
+        return tensor if own is None else tensor[own]
+    first, last = (0, grown.padded) if own is None else (own.start, own.stop)
+    found = tensor.new_zeros(last - first, *tensor.shape[1:])
+    for span in grown.within(first, last):
+        found[span.start : span.start + span.length] = tensor[span.source : span.source + span.length]
+    return found

@@ -1,0 +1,151 @@
+"""adapter_config.json, as peft writes it: https://huggingface.co/docs/peft/package_reference/lora."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
+from headrace.ipc.process.regular_files import read_file
+
+CONFIG_NAME = "adapter_config.json"
+MOST_CONFIG_BYTES = 16 << 20
+IDLE = frozenset(
+    (
+        *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),  # of names
+        *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+        *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),  # of training
+        *("qalora_group_size", "ensure_weight_tying", "bias", "lora_bias", "target_parameters"),  # the tensors show it
+    )
+)
+"""Keys that do not matter beside the tensors."""
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "use_qalora": "QALoRA pools the inputs of groups",
+        "use_bdlora": "its factors are block-diagonal",
+        "layer_replication": "it repeats layers of the model",
+        "arrow_config": "it routes between adapters",
+        "kasa_config": "it has a third factor",
+        "monteclora_config": "its factors are random",
+        "trainable_token_indices": "it replaces single rows of the embedding",
+    }
+)
+"""Keys that change the computation in a way that is not implemented, unless they are unset."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights (or their beginnings) with which training starts from a changed base model."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    rank: int
+    alpha: float
+    rslora: bool
+    dora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    invocation_tokens: tuple[int, ...]
+
+    def scaling(self, module: str, rank: int) -> float:
+        """By which the product with both factors is multiplied. rank: of the module's factors."""
+        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def rank_of(self, module: str) -> int:
+        return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
+
+    @property
+    def canonical(self) -> bytes:
+        """What the computation depends on, the same for the same content."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(values, sort_keys=True, default=dict).encode()
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Raises ModelError for a file that is missing or malformed, and for what is not implemented."""
+    path = folder / CONFIG_NAME
+    try:
+        if path.stat().st_size > MOST_CONFIG_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes, and at most {MOST_CONFIG_BYTES} are read")
+        content = json.loads(read_file(path))
+    except OSError as error:
+        raise ModelError(f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not an object of keys")
+    return config_of(content, path)
+
+
+def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
+    """Raises ModelError for a key or value that is unknown or not implemented."""
+    rest = {key: value for key, value in content.items() if key not in IDLE}
+    kind = rest.pop("peft_type", None)
+    if kind != "LORA":
+        raise ModelError(f"{path}: peft_type is {printable(repr(kind))}, and LORA is supported")
+    for key, reason in UNSUPPORTED.items():
+        if rest.pop(key, None):
+            raise ModelError(f"{path}: {key} is not supported: {reason}")
+    init = rest.pop("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights={init!r} is for a base model whose weights were changed",
+            hint="peft's save_pretrained(path_initial_model_for_weight_conversion=...) makes it one of the original's",
+        )
+    rank = _number(path, "r", rest.pop("r", 8), whole=True)
+    alpha = _number(path, "lora_alpha", rest.pop("lora_alpha", 8))
+    flags = {key: _flag(path, key, rest.pop(key, False)) for key in ("use_rslora", "use_dora")}
+    ranks = _patterns(path, "rank_pattern", rest.pop("rank_pattern", None), whole=True)
+    alphas = _patterns(path, "alpha_pattern", rest.pop("alpha_pattern", None))
+    tokens = rest.pop("alora_invocation_tokens", None) or []
+    if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 31 for each in tokens):
+        raise ModelError(f"{path}: alora_invocation_tokens is a list of token ids, not {printable(repr(tokens))[:80]}")
+    if rest:
+        raise ModelError(f"{path}: unknown keys {printable(', '.join(sorted(map(str, rest))))[:200]}")
+    return AdapterConfig(
+        rank=int(rank),
+        alpha=alpha,
+        rslora=flags["use_rslora"],
+        dora=flags["use_dora"],
+        rank_pattern={key: int(value) for key, value in ranks.items()},
+        alpha_pattern=alphas,
+        invocation_tokens=tuple(tokens),
+    )
+
+
+def _number(path: Path, key: str, value: object, *, whole: bool = False) -> float:
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise ModelError(f"{path}: {key} is {printable(repr(value))[:80]}; a positive number is expected")
+    return value
+
+
+def _flag(path: Path, key: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{path}: {key} is {printable(repr(value))[:80]}; true or false is expected")
+    return bool(value)
+
+
+def _patterns(path: Path, key: str, value: object, *, whole: bool = False) -> dict[str, float]:
+    if value is not None and not isinstance(value, dict):
+        raise ModelError(f"{path}: {key} is {printable(repr(value))[:80]}; an object of patterns is expected")
+    found = {}
+    for pattern, number in (value or {}).items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ModelError(f"{path}: {key} has the pattern {printable(pattern)!r:.80}: {error}") from error
+        found[pattern] = _number(path, f"{key}[{pattern!r:.80}]", number, whole=whole)
+    return found
+
+
+def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
+    """The pattern that peft would use for a module: the first that its name ends with."""
+    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), "")

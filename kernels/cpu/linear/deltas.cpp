@@ -1,0 +1,236 @@
+// The additions of adapters to linear layers: see deltas.h.
+#include "linear/deltas.h"
+
+#include "experts/driver.h"
+
+namespace headrace {
+namespace {
+
+constexpr int kMostTileRows = 16;
+
+// The type of y: what tiles of the site's type read without preparation.
+DType type_of_y(const DeltaSite& site) {
+  LinearArgs pair = {};
+  pair.weight.k = 2;
+  pair.x_dtype = DType::kBF16;
+  return site.tiles->usable(pair) ? DType::kBF16 : DType::kF32;
+}
+
+// What a slot has for a weight, or null.
+const Delta* delta_of(const DeltaSite& site, int32_t slot, int64_t weight) {
+  const Delta* deltas = site.slots[slot];
+  return deltas && deltas[weight].panels ? deltas + weight : nullptr;
+}
+
+int64_t bytes_of_y(const DeltaSite& site, const RowAdapters& rows, int64_t k) {
+  PackedWeight own = {};
+  own.type = site.type;
+  own.k = k;
+  int64_t most = 0;
+  for (int64_t i = 0; i < rows.num_slots; ++i) {
+    const Delta* delta = delta_of(site, rows.slots[i], 0);
+    if (!delta) continue;
+    const int64_t bytes = delta->replaces != 0 ? prepared_row_bytes(own) : delta->width * size_of(type_of_y(site));
+    most = bytes > most ? bytes : most;
+  }
+  return whole_lines(most);
+}
+
+// The rows of x of pairs [begin, end) one after another, as the site's tiles read them.
+Prepared gather_pairs(const LinearArgs& own, const DeltaSite& site, const int32_t* rows, int64_t count, char* to,
+                      int thread) {
+  const int64_t row_bytes = own.x_stride * size_of(own.x_dtype);
+  const bool usable = site.tiles->usable(own);
+  if (usable && rows[count - 1] - rows[0] == count - 1) return {row_of_x(own, thread, rows[0]), row_bytes};
+  const int64_t bytes = own.weight.k * size_of(own.x_dtype);
+  const int64_t pitch = usable ? whole_lines(bytes) : prepared_row_bytes(own.weight);
+  for (int64_t i = 0; i < count; ++i) {
+    if (usable)
+      std::memcpy(to + i * pitch, row_of_x(own, thread, rows[i]), static_cast<size_t>(bytes));
+    else
+      site.tiles->prepare(own, row_of_x(own, thread, rows[i]), to + i * pitch);
+  }
+  return {to, pitch};
+}
+
+// Multiplies columns [first, last) of `count` rows of y by the rows' scales.
+void scale_rows(const DeltaRun& run, DType type, char* y, int64_t begin, int64_t count, int64_t first, int64_t last) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float scale = run.rows->scales[begin + i];
+    if (scale == 1.0f) continue;
+    char* row = y + i * run.y_bytes;
+    for (int64_t at = first; at < last; ++at) store_one(row, at, type, load_one(row, at, type) * scale);
+  }
+}
+
+// y = scale * x A^T: this thread's share of the blocks of each slot's rows and the panels of its A.
+void shrink(const LinearArgs& args, const DeltaRun& run, const Step& step, int thread, int num_threads) {
+  const DeltaSite& site = *run.site;
+  const RowAdapters& rows = *run.rows;
+  LinearArgs own = {};
+  own.weight.k = args.weight.k;
+  own.weight.type = site.type;
+  own.weight.fan = 1;
+  own.x = args.x;
+  own.x_stride = args.x_stride;
+  own.x_thread_stride = args.x_thread_stride;
+  own.x_dtype = args.x_dtype;
+  own.out_dtype = type_of_y(site);
+  own.out_stride = run.y_bytes / size_of(own.out_dtype);
+  const int64_t pitch = whole_lines(prepared_row_bytes(own.weight));
+  char* gathered = step.thread_scratch(thread);
+  const int64_t least = kLeastGathered * pitch;
+  float* sums = reinterpret_cast<float*>(gathered + (least > kActivationBlockBytes ? least : kActivationBlockBytes));
+  int64_t task = 0;
+  for (int64_t i = 0; i < rows.num_slots; ++i) {
+    const Delta* found = delta_of(site, rows.slots[i], 0);
+    if (!found) continue;
+    const Delta& delta = *found;
+    own.weight.data = delta.a;
+    own.weight.n = delta.replaces != 0 ? kPanelRows : delta.width;
+    const int64_t begin = rows.starts[i], count = rows.starts[i + 1] - begin, panels = panels_of(own.weight);
+    int64_t block_rows = rows_per_block(count, pitch, panels, num_threads, site.tiles->max_rows);
+    const int64_t most = gathered_rows(pitch);
+    if (block_rows > most) block_rows = most;
+    for (int64_t first = 0; first < count; first += block_rows) {
+      const int64_t size = count - first < block_rows ? count - first : block_rows;
+      const int32_t* pairs = rows.rows + begin + first;
+      char* y = site.y + (begin + first) * run.y_bytes;
+      Prepared x = {};
+      for (int64_t panel = 0; panel < panels; ++panel, ++task) {
+        if (task % num_threads != thread) continue;
+        if (delta.replaces != 0) {
+          for (int64_t row = 0; row < size; ++row)
+            site.tiles->prepare(own, row_of_x(own, thread, pairs[row]), y + row * run.y_bytes);
+          continue;
+        }
+        if (!x.base) x = gather_pairs(own, site, pairs, size, gathered, thread);
+        own.out = y;
+        site.tiles->unit(own, x, panel, 0, size, sums, nullptr);
+        const int64_t end = (panel + 1) * kPanelRows < delta.width ? (panel + 1) * kPanelRows : delta.width;
+        scale_rows(run, own.out_dtype, y, begin + first, size, panel * kPanelRows, end);
+      }
+    }
+  }
+}
+
+// The sums of rows whose product as a whole is changed: see Delta.magnitude and Delta.replaces. base: x W^T.
+void change_whole(const Delta& delta, const float* magnitude, float scale, const float* base, const float* added,
+                  float* sums) {
+  for (int i = 0; i < kPanelRows; i += kLanes) {
+    const Floats before = load_floats(base + i), now = load_floats(added + i);
+    Floats value = load_floats(sums + i);
+    if (delta.replaces != 0)
+      value = value + (now - before) * scale;
+    else
+      value = value + before * ((load_floats(magnitude + i) - 1.0f) * scale) + load_floats(magnitude + i) * now;
+    store_floats(sums + i, value);
+  }
+}
+
+// Adds to the sums of `count` rows in one panel. pair: of the first row; the others' follow.
+void expand_panel(const DeltaRun& run, const Delta& delta, int64_t panel, int32_t pair, int count, const float* base,
+                  float* sums, int64_t sums_stride) {
+  const DeltaPanel& part = delta.panels[panel];
+  const int64_t bytes = run.y_bytes, element = size_of(type_of_y(*run.site));
+  const char* y = run.site->y + pair * bytes + part.begin * element;
+  const int64_t lines = panel * kPanelRows;
+  const bool whole = delta.magnitude || delta.replaces != 0;
+  alignas(64) float added[kMostTileRows * kPanelRows];
+  if (whole) std::memset(added, 0, sizeof(added));
+  if (part.count > 0) {
+    const int most = run.site->tiles->max_rows;
+    for (int row = 0; row < count; row += most) {
+      const int size = count - row < most ? count - row : most;
+      float* to = whole ? added + row * kPanelRows : sums + row * sums_stride;
+      run.site->tiles->tile(size, y + row * bytes, bytes, part.data, part.count, to, whole ? kPanelRows : sums_stride,
+                            !whole);
+    }
+  }
+  for (int row = 0; row < count; ++row) {
+    const float scale = run.rows->scales[pair + row];
+    float* to = sums + row * sums_stride;
+    if (whole)
+      change_whole(delta, delta.magnitude + lines, scale, base + row * sums_stride, added + row * kPanelRows, to);
+    if (!delta.bias) continue;
+    for (int i = 0; i < kPanelRows; i += kLanes)
+      store_floats(to + i, load_floats(to + i) + load_floats(delta.bias + lines + i) * scale);
+  }
+}
+
+// DeltaRun.add: extends the sums of a tile, [num_rows, fan, kPanelRows].
+void expand(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit) {
+  const RowAdapters& rows = *run.rows;
+  alignas(64) float before[kMostTileRows * 2 * kPanelRows];
+  const float* base = sums;
+  if (rows.most_used > 1) {  // each adapter changes the product with the model's own weight
+    std::memcpy(before, sums, static_cast<size_t>(num_rows * sums_stride) * sizeof(float));
+    base = before;
+  }
+  for (int64_t use = 0; use < rows.most_used; ++use) {
+    const int32_t* pairs = rows.pair_of + use * rows.num_rows + first_row;
+    for (int row = 0; row < num_rows;) {
+      const int32_t pair = pairs[row];
+      int count = 1;
+      if (pair >= 0) {
+        while (row + count < num_rows && pairs[row + count] == pair + count &&
+               rows.slot_of[pair + count] == rows.slot_of[pair])
+          ++count;
+        const Delta* delta = delta_of(*run.site, rows.slot_of[pair], run.weight);
+        for (int64_t f = 0; delta && f < run.fan; ++f)
+          expand_panel(run, *delta, unit * run.fan + f, pair, count, base + row * sums_stride + f * kPanelRows,
+                       sums + row * sums_stride + f * kPanelRows, sums_stride);
+      }
+      row += count;
+    }
+  }
+}
+
+}  // namespace
+
+void linear_with_deltas(const LinearArgs& args, const Step& step, int thread, int num_threads) {
+  const DeltaSite& site = *args.site;
+  const RowAdapters& rows = step.adapters[args.rows == Rows::kLogits ? 1 : 0];
+  const DeltaRun run = {expand, &site, &rows, bytes_of_y(site, rows, args.weight.k), args.weight.fan, 0};
+  LinearArgs own = args;
+  if (run.y_bytes > 0) {
+    own.deltas = &run;
+    shrink(args, run, step, thread, num_threads);
+  }
+  // Also in a layer that no adapter of the step changes, since two layers' y alternate.
+  step.team->barrier();
+  args.weight.tiles->linear(own, step, thread, num_threads);
+}
+
+}  // namespace headrace
+
+using namespace headrace;
+
+HR_EXPORT void hr_op_embed_deltas(const void* raw, const Step& step, int thread, int num_threads) {
+  if (!step.adapters) return;
+  const auto& args = *static_cast<const EmbedDeltasArgs*>(raw);
+  const RowAdapters& rows = step.adapters[0];
+  float* base = reinterpret_cast<float*>(step.thread_scratch(thread));
+  float* sums = base + args.width;
+  const Range mine = split(step.num_tokens, thread, num_threads);
+  for (int64_t row = mine.begin; row < mine.end; ++row) {
+    const int64_t id = step.token_ids[row], at = row * args.out_stride;
+    bool is_read = false;
+    for (int64_t use = 0; use < rows.most_used && id != kGivenRow; ++use) {
+      const int32_t pair = rows.pair_of[use * rows.num_rows + row];
+      const EmbedDelta* delta = pair < 0 ? nullptr : args.slots[rows.slot_of[pair]];
+      if (!delta) continue;
+      if (!is_read)
+        for (int64_t i = 0; i < args.width; ++i) base[i] = sums[i] = load_one(args.out, at + i, args.out_dtype);
+      is_read = true;
+      const float scale = rows.scales[pair];
+      for (int64_t i = 0; delta->rows && i < args.width; ++i)
+        sums[i] += scale * (args.scale * delta->rows[id * args.width + i] - base[i]);
+      for (int64_t j = 0; j < delta->rank; ++j) {
+        const float factor = scale * args.scale * delta->a[id * delta->rank + j];
+        for (int64_t i = 0; i < args.width; ++i) sums[i] += factor * delta->b[j * args.width + i];
+      }
+    }
+    for (int64_t i = 0; is_read && i < args.width; ++i) store_one(args.out, at + i, args.out_dtype, sums[i]);
+  }
+}

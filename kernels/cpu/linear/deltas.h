@@ -1,0 +1,98 @@
+// What adapters add to linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685). For a row of x with an adapter,
+//
+//   x W^T   becomes   x W^T + scale * ((x A^T) B^T + bias)
+//
+// before the layer's bias, activation and residual, so that gated pairs, residuals and quantised weights need nothing
+// of their own. Adapters are in slots. The op first computes y = scale * x A^T for all rows with adapters (`shrink`:
+// the rows of a slot together, one A at a time), and after a barrier the products, where the sums of each tile of
+// W are extended by those of y with the same outputs' rows of B before they are written (`expand`). Rows without an
+// adapter are not touched, and a row's result does not depend on the others.
+//
+// A and B are packed in panels as W is. The panels of B are those of W, output for output. A linear layer of several
+// matrices has one A with the rows of all of them, and each panel of B reads only the columns of y that its outputs
+// depend on.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/common.h"
+#include "runtime/op.h"
+
+namespace headrace {
+
+enum class WeightType : int32_t;
+struct Tiles;
+
+// The adapters of the rows of a step, or of its rows of logits. A pair is a row and a slot. Pairs are sorted by slot,
+// and those of a slot by row. No row has the same slot twice.
+struct RowAdapters {
+  const int32_t* starts;   // [num_slots + 1]: pairs starts[i] .. starts[i + 1] - 1 are of slots[i]
+  const int32_t* slots;    // [num_slots]
+  const int32_t* rows;     // [num_pairs]
+  const int32_t* slot_of;  // [num_pairs]
+  const float* scales;     // [num_pairs]
+  const int32_t* pair_of;  // [most_used, num_rows]: the row's pairs in the request's order, or -1
+  int64_t num_slots;
+  int64_t most_used;
+  int64_t num_rows;
+};
+
+// The rows of B of one panel of W.
+struct DeltaPanel {
+  const char* data;
+  int32_t begin;  // the first column of y
+  int32_t count;  // columns of y; 0: nothing is added
+};
+
+// One slot's part of one weight.
+struct Delta {
+  const char* a;             // panels of A [width, k]; null with `replaces`
+  const DeltaPanel* panels;  // [panels of W], or null: the weight stays as it is
+  const float* bias;         // [panels of W, kPanelRows] or null
+  // [panels of W, kPanelRows] or null: what the whole product is multiplied by (DoRA: Liu et al. 2024, arXiv
+  // 2402.09353); the sum is then s + scale * ((magnitude - 1) s + magnitude * delta), where s is x W^T.
+  const float* magnitude;
+  int64_t width;     // columns of y
+  int32_t replaces;  // 1: B is another W, [n, k], and y is x itself: the sum becomes s + scale * (x B^T - s)
+};
+
+struct DeltaSite {
+  const Delta* const* slots;  // by slot: of each weight of a stack, or of the one weight; null: they stay as they are
+  char* y;             // [pairs, columns]: two of these alternate, since threads may still be reading the last
+  const Tiles* tiles;  // of A and B, which have one float type
+  WeightType type;
+};
+
+// The adapters of one run of a layer.
+struct DeltaRun {
+  void (*add)(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit);
+  const DeltaSite* site;
+  const RowAdapters* rows;
+  int64_t y_bytes;  // from row to row of y
+  int64_t fan;
+  int64_t weight;  // index in the stack
+};
+
+// One slot's part of a table of token embeddings: rank columns of A and B, or whole rows in the place of the table's.
+struct EmbedDelta {
+  const float* a;     // [vocab_size, rank]
+  const float* b;     // [rank, width]
+  const float* rows;  // [vocab_size, width] or null
+  int64_t rank;
+};
+
+// Arguments of hr_op_embed_deltas, which changes embeddings in place and needs 2 width floats of thread scratch.
+struct EmbedDeltasArgs {
+  const EmbedDelta* const* slots;  // null: the table stays as it is
+  void* out;                       // [num_tokens, out_stride]: embeddings times `scale`
+  int64_t out_stride;              // elements
+  int64_t width;
+  DType out_dtype;
+  float scale;
+};
+
+// hr_op_linear in a step with adapters. Needs kActivationBlockBytes or kLeastGathered rows of x, and kMaxBlockRows rows
+// of sums, in thread scratch.
+void linear_with_deltas(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
+
+}  // namespace headrace

@@ -1,0 +1,157 @@
+"""Adapters against peft's forward pass, not merged: random factors on tiny random checkpoints of many families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from model_driver import DictSource, Driver
+from peft_adapters import PeftModels
+from tiny_models import state_of
+from torch import Tensor
+
+from headrace import kernels
+from headrace.core.options.adapters import AdapterLimits
+from headrace.executor.adapters.slots import AdapterSlots
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.program import StepLimits
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import SINGLE
+from headrace.ipc.adapters import RowAdapter
+
+LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", fully_sharded=False, target_modules=())
+FAMILIES = (
+    *("llama", "llama_biases", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gptj", "gpt_neox", "falcon", "cohere"),
+    *("opt", "glm", "starcoder2"),
+)
+PROMPTS = [[(7 * i + 3 * n) % 90 + 3 for i in range(length)] for n, length in enumerate((37, 5, 21, 9))]
+NEW_TOKENS = 6
+
+
+@cache
+def reference(name: str) -> Any:
+    return tiny_models.build(name)
+
+
+def make(name: str, kind: str, limits: AdapterLimits | None = LIMITS) -> tuple[Decoder | CpuDecoder, AdapterSlots]:
+    model = reference(name)
+    spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    source = DictSource(state_of(model))
+    decoder: Decoder | CpuDecoder
+    if kind == "eager":
+        decoder = Decoder(spec, source, torch.float32, choose=kernels.choose_reference, adapters=limits)
+    else:
+        decoder = CpuDecoder(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=limits))
+    return decoder, AdapterSlots(limits or LIMITS, decoder, SINGLE, lambda: DictSource(state_of(model)))
+
+
+def check(answers: Sequence[list[int]], logits: Sequence[Tensor], models: PeftModels, names: Sequence[str]) -> None:
+    for prompt, answer, rows, name in zip(PROMPTS, answers, logits, names, strict=False):
+        expected = models.logits(name, prompt, answer)
+        assert answer == expected.argmax(-1).tolist(), name
+        assert float((rows - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), name
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_with_and_without_adapters_in_one_batch_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
+    models = PeftModels(reference(name), tmp_path)
+    decoder, slots = make(name, kind)
+    for slot, adapter in ((0, "one"), (3, "two")):
+        slots.load(slot, str(models.make(adapter, seed=slot, r=4 + slot)))
+    uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(3, 1.0),), (RowAdapter(0, 1.0),))
+    answers, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=16, budget=48, adapters=uses)
+    check(answers, logits, models, ("one", "", "two", "one"))
+    plain = models.logits("", PROMPTS[0], answers[0])
+    assert float((plain - logits[0]).abs().max()) > 1e-2 * float(plain.abs().max()), "the adapter changes nothing"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True, "r": 3},
+    "patterns": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7}, "alpha_pattern": {"o_proj": 3}},
+    "dora": {"use_dora": True, "size": 0.1},
+    "biases": {"bias": "all"},
+    "bias_of_factors": {"lora_bias": True},
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+    "head": {"target_modules": ["lm_head", "down_proj"]},
+    "whole_ends": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "size": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forms_of_adapters_equal_peft(variant: str, kind: str, tmp_path: Path) -> None:
+    models = PeftModels(reference("llama_biases"), tmp_path)
+    decoder, slots = make("llama_biases", kind)
+    slots.load(2, str(models.make("one", **VARIANTS[variant])))
+    uses = ((RowAdapter(2, 1.0),), (), (RowAdapter(2, 1.0),))
+    answers, logits = Driver(decoder).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
+    check(answers, logits, models, ("one", "", "one"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gemma3"])
+def test_dora_of_fused_and_transposed_matrices_equals_peft(name: str, tmp_path: Path) -> None:
+    models = PeftModels(reference(name), tmp_path)
+    decoder, slots = make(name, "program")
+    slots.load(0, str(models.make("one", use_dora=True, size=0.1)))
+    answers, logits = Driver(decoder).greedy(PROMPTS[:1], NEW_TOKENS, chunk=16, adapters=((RowAdapter(0, 1.0),),))
+    check(answers, logits, models, ("one",))
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+def test_several_scaled_adapters_of_a_request_add_up(kind: str, tmp_path: Path) -> None:
+    """The sum of two adapters is one whose factors are those of both side by side."""
+    models = PeftModels(reference("llama"), tmp_path)
+    decoder, slots = make("llama", kind)
+    for slot, name in enumerate(("one", "two")):
+        slots.load(slot, str(models.make(name, seed=slot)))
+    models.add("sum", ("one", "two"), (0.5, -2.0))
+    uses = ((RowAdapter(0, 0.5), RowAdapter(1, -2.0)), (RowAdapter(1, 1.0),), (RowAdapter(1, -2.0), RowAdapter(0, 0.5)))
+    answers, logits = Driver(decoder).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
+    check(answers, logits, models, ("sum", "two", "sum"))
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+def test_an_adapter_applies_from_its_position_on(kind: str, tmp_path: Path) -> None:
+    """With a position after the prompt's keys and values were computed by the base, chunks do not matter."""
+    models = PeftModels(reference("llama"), tmp_path)
+    decoder, slots = make("llama", kind)
+    slots.load(0, str(models.make("one")))
+    prompt, found = PROMPTS[0], []
+    for first in (0, 20, len(prompt) + NEW_TOKENS):
+        for chunk in (64, 7):
+            uses = ((RowAdapter(0, 1.0, first),),)
+            found.append(Driver(decoder).greedy([prompt], NEW_TOKENS, chunk=chunk, adapters=uses))
+    for (whole, rows), (parts, others) in zip(found[::2], found[1::2], strict=True):
+        assert whole == parts
+        assert torch.allclose(rows[0], others[0], atol=1e-4, rtol=1e-4)
+    check(*found[0], models, ("one",))
+    check(*found[4], models, ("",))
+    assert not torch.allclose(found[2][1][0], found[0][1][0], rtol=1e-2)
+    assert not torch.allclose(found[2][1][0], found[4][1][0], rtol=1e-2)
+
+
+def test_base_rows_are_bitwise_those_of_a_batch_and_of_a_model_without_adapters(tmp_path: Path) -> None:
+    models = PeftModels(reference("qwen3"), tmp_path)
+    decoder, slots = make("qwen3", "program")
+    plain, _ = make("qwen3", "program", limits=None)
+    for slot in range(4):
+        slots.load(slot, str(models.make(f"adapter {slot}", seed=slot, r=2 + slot)))
+    mixed = ((RowAdapter(1, 1.0),), (), (RowAdapter(0, 1.0), RowAdapter(3, 0.3)), (RowAdapter(2, 0.0),))
+    _, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=8, budget=20, adapters=mixed)
+    _, alone = Driver(plain).greedy(PROMPTS, NEW_TOKENS, chunk=8, budget=20)
+    assert torch.equal(logits[1], alone[1])
+    assert torch.equal(logits[3], alone[3]), "a scale of 0"
+    for nth in (0, 2):  # a row's answer does not depend on the others
+        _, own = Driver(decoder).greedy([PROMPTS[nth]], NEW_TOKENS, chunk=64, adapters=(mixed[nth],))
+        assert torch.equal(own[0], logits[nth])
+    slots.drop(1)
+    _, emptied = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8, adapters=mixed[:2])
+    _, alone = Driver(plain).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8)
+    assert torch.equal(emptied[0], alone[0]), "a slot that was emptied"
