@@ -20,11 +20,12 @@ from headrace.core.coordinator.registry import Outgoing, Registry
 from headrace.ipc import coordination
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.coordination import Announce, Denied, ToCoordinator, Withdraw, is_signed
-from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.failure import Failure, HeadraceError, let_interrupts_pass
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.process.child import leave_signals_to_parent
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.resources import raise_file_limit
+from headrace.ipc.ranges import out_of_range
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import KeyGatekeeper, key_file, read_engine_keys
 from headrace.ipc.transport.sockets import (
@@ -119,11 +120,22 @@ class Coordinator:
                     logger.warning("a message could not be read: %s", error)
                     self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_FOREIGN))])
                     continue
+                if (problem := out_of_range(message)) is not None:  # what one says goes to all, in arrays of numbers
+                    logger.warning("a message was refused: %s", problem)
+                    self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=problem))])
+                    continue
                 if self._speaks_for_no_engine(message):
                     self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_NOT_OURS))])
                     continue
                 self._strangers.take(sender)
-                self._send(self.registry.receive(peer, message, time.monotonic()))
+                try:
+                    outgoing = self.registry.receive(peer, message, time.monotonic())
+                except BaseException as error:  # no message of one peer may end the coordinator of the others
+                    let_interrupts_pass(error)
+                    logger.exception("a message could not be taken")
+                    self.registry.lost(peer)
+                    continue
+                self._send(outgoing)
 
     def _speaks_for_no_engine(self, message: ToCoordinator) -> bool:
         """Whether the message is an engine's, without the proof that its sender holds the engines' key."""

@@ -17,7 +17,8 @@ from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.directory import Change, Directory, Found, Left, Loads
 from headrace.frontend.fleet.sources import Discovered, Source
 from headrace.ipc.coordination import Denied, EngineEntry, FromCoordinator, Members, Unfollow
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, let_interrupts_pass
+from headrace.ipc.transport.sockets import is_ipv6
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
@@ -46,7 +47,8 @@ class Discovery:
         coordinator and the source of an engine from an address; by default both use ZeroMQ."""
         self.coordinators = tuple(coordinators)
         self.directory = Directory(coordinators)
-        self._connect_to = connect or functools.partial(_zmq_transport, peer_timeout_s=peer_timeout_s)
+        self._connect_to, self._peer_timeout_s = connect or self._dial, peer_timeout_s
+        self._ipv6: dict[str, bool] = {}  # coordinators not connected to, and whether they are reached by IPv6
         self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)
         self._transports: dict[str, Transport] = {}
         self._fleet: Fleet | None = None
@@ -83,16 +85,38 @@ class Discovery:
 
     async def _run(self) -> None:
         while True:
-            for change in self.directory.tick(time.monotonic()):
-                self.carry_out(change)
+            for address in self.coordinators:
+                if address not in self._transports:
+                    self._ipv6[address] = await asyncio.to_thread(is_ipv6, address)
+            try:
+                for change in self.directory.tick(time.monotonic()):
+                    self.carry_out(change)
+            except BaseException as error:  # without this task no engine would ever be found again
+                let_interrupts_pass(error)
+                logger.exception("what coordinators told could not be carried out")
             self._follow()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _follow(self) -> None:
         for address, message in self.directory.follow(time.monotonic()):
-            if address not in self._transports:
-                self._connect(address)
-            self._transports[address].send(message)
+            try:
+                if address not in self._transports:
+                    self._connect(address)
+                self._transports[address].send(message)
+            except BaseException as error:  # no more files, or a key file that is away for a moment
+                let_interrupts_pass(error)
+                self.directory.lost(address)
+                self._say_missing(address, f"the coordinator at {address} cannot be asked: {error}")
+
+    def _dial(self, address: str) -> Transport:
+        return ZmqTransport(
+            address,
+            self._peer_timeout_s,
+            receives=FromCoordinator,
+            leaving=Unfollow,
+            listener="coordinator",
+            ipv6=self._ipv6.get(address),
+        )
 
     def _connect(self, address: str) -> None:
         transport = self._connect_to(address)
@@ -120,13 +144,12 @@ class Discovery:
         """The next `_follow` reconnects."""
         del self._transports[address]
         self.directory.lost(address)
+        self._say_missing(address, failure.message)
+
+    def _say_missing(self, address: str, why: str) -> None:
         if address not in self._missed:
             self._missed.add(address)
-            logger.warning("%s; engines that are known go on", failure.message)
-
-
-def _zmq_transport(address: str, *, peer_timeout_s: float | None) -> Transport:
-    return ZmqTransport(address, peer_timeout_s, receives=FromCoordinator, leaving=Unfollow, listener="coordinator")
+            logger.warning("%s; engines that are known go on", why)
 
 
 def _said(change: Found | Left) -> str:

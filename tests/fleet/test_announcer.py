@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -24,6 +25,10 @@ from headrace.core.engine.engine import EngineCore
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.parsing import parse_options
+from headrace.frontend.client.transport import Transport
+from headrace.frontend.fleet import discovery
+from headrace.frontend.fleet.discovery import Discovery
+from headrace.frontend.fleet.sources import Source
 from headrace.ipc.codec import Codec
 from headrace.ipc.coordination import (
     SCHEMA_HASH,
@@ -155,7 +160,7 @@ def test_an_engine_and_a_coordinator_are_not_taken_for_each_other(caplog: pytest
 
 
 @contextmanager
-def client_of(address: str, keys: Path | None) -> Iterator[Callable[[Any], Any]]:
+def client_of(address: str, keys: Path | None = None) -> Iterator[Callable[[Any], Any]]:
     """Sends a message to the coordinator, and returns its answer to it or, where there is none, to a Follow."""
     codec: Codec[Any] = Codec(FromCoordinator)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -215,6 +220,66 @@ def test_a_client_may_follow_and_says_nothing_of_engines(
                 (listed,) = ask(Unfollow()).listed
                 assert listed.entry == ENTRY
         wait_until(lambda: running.registry.entries == [], 20, "the engine itself to leave")
+
+
+ANNOUNCED = Announce(schema_hash=SCHEMA_HASH, entry=ENTRY, number=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (msgspec.structs.replace(ANNOUNCED, num_running=1 << 40), "num_running"),
+        (msgspec.structs.replace(ANNOUNCED, num_waiting=-(1 << 40)), "num_waiting"),
+        (msgspec.structs.replace(ANNOUNCED, entry=msgspec.structs.replace(ENTRY, rank=-1)), "rank"),
+        (Follow(schema_hash=SCHEMA_HASH, lease_s=float("nan")), "lease_s"),
+        (Withdraw(address="x" * 5000, life="1"), "address"),
+    ],
+)
+def test_a_message_out_of_range_is_refused_by_name_and_ends_no_coordinator(message: Any, field: str) -> None:
+    """What an engine says of its load goes to all frontends as 32-bit numbers."""
+    with coordinator() as running:
+        with client_of(running.address) as ask:
+            denied = ask(message)
+            assert isinstance(denied, Denied)
+            assert field in denied.why
+        with announcer(running.address):
+            wait_until(lambda: list(running.registry.entries) == [ENTRY], 20, "another engine to be known")
+
+
+def test_coordinators_are_asked_again_after_one_could_not_be_and_names_are_found_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where no more files may be open, or a key file is away for a moment."""
+    resolving: list[threading.Thread] = []
+    monkeypatch.setattr(discovery, "is_ipv6", lambda address: resolving.append(threading.current_thread()) or False)
+    found: list[str] = []
+
+    class Fleet:
+        def add(self, source: Source, rank: int | None = None) -> None:
+            found.append(source.address)
+
+    class Flaky(Discovery):
+        num_calls = 0
+
+        def _dial(self, address: str) -> Transport:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise OSError("Too many open files")
+            return super()._dial(address)
+
+    async def main(address: str) -> None:
+        following = Flaky([address])
+        following.start(Fleet())  # type: ignore[arg-type]
+        while not found:
+            await asyncio.sleep(0.01)
+        await following.close()
+
+    with coordinator() as running, announcer(running.address):
+        asyncio.run(asyncio.wait_for(main(running.address), 30))
+        assert f"{running.address} cannot be asked: Too many open files" in caplog.text
+    assert found == [ENTRY.address]
+    assert resolving
+    assert threading.current_thread() not in resolving
 
 
 def test_an_engine_with_a_clients_file_is_told_what_it_lacks(
