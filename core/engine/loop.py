@@ -59,7 +59,7 @@ from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, InconsistentError
+from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, InconsistentError, InvalidRequestError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -81,6 +81,7 @@ from headrace.ipc.messages import (
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.resources import give_back_freed_memory
+from headrace.ipc.ranges import out_of_range
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -444,6 +445,12 @@ class Loop:
         """Carries out a command with no step in flight. A command that fails changes nothing; its answer has the
         reason."""
         command = message.command
+        if (problem := out_of_range(command)) is not None:
+            failure = Failure(
+                message=problem, type=InvalidRequestError.__name__, process="engine-core", phase="control"
+            )
+            self._port.send(client, Reply(call=message.call, failure=failure))
+            return
         if isinstance(command, PauseGeneration | Sleep):
             if command.mode != "wait":
                 self._drain()

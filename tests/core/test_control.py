@@ -29,6 +29,7 @@ from headrace.ipc.control import (
     CallExtension,
     Commands,
     DescribeEngine,
+    DrainEngine,
     EngineReport,
     PauseGeneration,
     PrepareWeights,
@@ -193,6 +194,22 @@ def test_a_command_that_fails_tells_why_and_disturbs_nobody():
     assert isinstance(executor, ObedientNull)
     assert executor.commands[-1] == UseWeights(prepared=False)
     assert driver.core.loop.scheduler.num_preemptions == 0
+    assert driver.num_tokens(0) == 20
+
+
+@pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), -1.0])
+def test_a_command_with_a_value_out_of_range_is_refused_by_field_and_nothing_happens(deadline_s: float):
+    driver = Driver(new_core())
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(2)
+    call = driver.send(DrainEngine(deadline_s=deadline_s))
+    driver.turns(2)
+    reply = driver.reply(call)
+    assert reply is not None
+    assert reply.failure is not None
+    assert "deadline_s" in reply.failure.message
+    assert not driver.core.loop.is_stopping
+    driver.core.run_until_idle()
     assert driver.num_tokens(0) == 20
 
 
