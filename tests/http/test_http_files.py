@@ -373,6 +373,25 @@ def test_a_batch_outlives_its_engine(tmp_path: Path):
         assert (done.status, done.request_counts.completed) == ("completed", 2)
 
 
+def test_a_batch_whose_record_cannot_be_read_hides_no_other(tmp_path: Path):
+    """As one that another version has written."""
+
+    async def see() -> None:
+        store, batch = FileStore(str(tmp_path), 1 << 20), running_batch()
+        other = msgspec.structs.replace(batch, id="batch_2")
+        try:
+            for each in (batch, other):
+                await store.add_batch("k", each)
+                await store.leave_batch("k", each)
+            spoil = "update batches set object = ? where id = ?"
+            await store.run(lambda: store._database.execute(spoil, (b'{"id": 1}', batch.id)))
+            assert [each.batch.id for each in await store.take_over()] == ["batch_2"]
+        finally:
+            store.close()
+
+    asyncio.run(see())
+
+
 def test_a_batch_is_taken_over_once_and_not_for_ever(tmp_path: Path):
     """It may be what ends the processes that run it. One that was thought dead and is not writes nothing more."""
     batch = running_batch()

@@ -209,13 +209,16 @@ class Batch:
                     self.cancel()
             except StoreError:
                 continue
-            except (HeadraceError, OSError) as error:
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # what is not written would be lost, so the batch ends
+                let_interrupts_pass(error)
                 if self._work is not None:
                     self._failure = error
                     self._work.cancel()
                 return
 
-    _failure: Exception | None = None
+    _failure: BaseException | None = None
     """Why results could not be written."""
 
     async def _write(self) -> None:
@@ -260,7 +263,7 @@ class Batch:
         await self._store.put_batch(self._tenant, batch)
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     """Without the path, which is the server's own."""
     logger.warning("results of a batch could not be written: %s", error)
     return str(getattr(error, "strerror", None) or type(error).__name__)
@@ -308,10 +311,17 @@ class FilesState(ApiState):
         pool = self._state.pool
         await pool.started.wait()
         while True:
-            with contextlib.suppress(ApiError):  # no engine is up
+            try:
                 client = engine_for(pool, None).client
                 if client is not None and not self._state.draining:
                     await self._take_over(client.welcome.max_num_seqs // 2)
+            except asyncio.CancelledError:
+                raise
+            except ApiError:  # no engine is up
+                pass
+            except BaseException as error:  # the next look may find what this one could not
+                let_interrupts_pass(error)
+                logger.exception("no batch could be taken over")
             await asyncio.sleep(_TAKE_OVER_S)
 
     async def _take_over(self, most_in_flight: int) -> None:

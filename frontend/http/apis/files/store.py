@@ -6,6 +6,7 @@ called through `run`.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 import uuid
@@ -24,6 +25,7 @@ from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.process.private_files import make_existing_private, private_opener, warn_of_open_folder
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_BATCHES, MOST_FILES = 4096, 65536
 """Most batches and files in the index, divided among tenants as the bytes are; of batches that have ended, the oldest
@@ -298,9 +300,15 @@ class FileStore:
             found = []
             rows = self._database.execute("select tenant, id, heard, runs from batches where runs > 0").fetchall()
             for tenant, id, heard, runs in rows:
-                if is_silent(heard) and (batch := self._find_batch(tenant, id)) is not None:
-                    taken = self._taken(tenant, batch, runs)
-                    found += [] if taken is None else [taken]
+                if not is_silent(heard):
+                    continue
+                try:
+                    batch = self._find_batch(tenant, id)
+                except msgspec.MsgspecError as error:  # of another version: the others are taken over all the same
+                    logger.warning("the record of %s cannot be read: %s", id, error)
+                    continue
+                if batch is not None and (taken := self._taken(tenant, batch, runs)) is not None:
+                    found.append(taken)
             return found
 
         return await self._database.transact(take)
