@@ -104,7 +104,7 @@ class Admission:
             )
         if (failure := self._check_inputs(message)) is not None:
             return failure
-        if message.adapters:
+        if message.adapters and self._plan.adapters is None:
             return self.refusal("adapters are given, and this engine takes none: start it with enable_lora")
         if isinstance(message.task, Pool):
             return (

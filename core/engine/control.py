@@ -26,10 +26,7 @@ from headrace.ipc.control import (
     DescribeEngine,
     EngineReport,
     ExtensionAnswers,
-    ListAdapters,
-    LoadAdapter,
     PauseGeneration,
-    PinAdapter,
     PrepareWeights,
     ProfileFiles,
     ReloadWeights,
@@ -38,7 +35,6 @@ from headrace.ipc.control import (
     Sleep,
     StartProfile,
     StopProfile,
-    UnloadAdapter,
     UseWeights,
     WakeUp,
     WorkerAnswer,
@@ -198,8 +194,6 @@ class Controller:
             case WakeUp():
                 self._note_weights(self._executor.control(command))
                 self.asleep -= set(command.tags) or ASLEEP
-            case LoadAdapter() | UnloadAdapter() | PinAdapter() | ListAdapters():
-                raise HeadraceError("this engine takes no adapters: start it with enable_lora")
             case ResetMMCache():
                 pass  # no model of this version has such a cache
             case ResumeGeneration() if self.asleep:

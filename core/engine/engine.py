@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,6 +29,7 @@ from headrace.core.process.child_output import LoadBar, startup_table
 from headrace.core.schedule.features.installed import attached_kinds
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
+from headrace.ipc.adapters import Adapters
 from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
@@ -147,6 +148,8 @@ class EngineCore:
         self.welcome = self._welcome(plan, facts, bundle)
         self._sessions = Sessions(self._inbox, self.welcome, bundle)
         self._loop.on_weights_changed(self._on_weights, self.on_weights_path)
+        if self._loop.adapters is not None:
+            self._loop.adapters.on_change = self._on_adapters
         if weights_path:
             self._loop.reload_weights(weights_path)
         self.port.serve(self._sessions)
@@ -232,14 +235,22 @@ class EngineCore:
             row_inputs=plan.row_inputs,
             input_width=plan.model.input_width,
             model_version=plan.model_version(plan.model.weights),
+            max_loras=0 if plan.adapters is None else plan.adapters.max_loras,
         )
 
     def _on_weights(self, weights: str) -> None:
         """Sends the model version of reloaded weights to connected clients and, in the Welcome, to later ones."""
         assert self.plan is not None, "weights are read again once the engine has started"
-        self.welcome = msgspec.structs.replace(self.welcome, model_version=self.plan.model_version(weights))
-        self._sessions.welcome = self.welcome
+        self._welcome_with(model_version=self.plan.model_version(weights))
         self.port.send_all(self.welcome)
+
+    def _on_adapters(self, adapters: Adapters) -> None:
+        """Tells connected clients and, in the Welcome, later ones which adapters there are."""
+        self._welcome_with(adapters=adapters.adapters)
+        self.port.send_all(adapters)
+
+    def _welcome_with(self, **changes: Any) -> None:
+        self.welcome = self._sessions.welcome = msgspec.structs.replace(self.welcome, **changes)
 
 
 def _grammar_backends(plan: Plan, bundle: TokenizerBundle | None) -> Backends:

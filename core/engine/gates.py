@@ -156,9 +156,9 @@ class Gates:
         return [(gated.request, self._timeout_failure(gated)) for gated in late]
 
     def next_deadline_s(self) -> float | None:
-        """When the next request expires (monotonic seconds). None if no request waits."""
+        """When the next request expires (monotonic seconds). None if none does."""
         firsts = (next(iter(waiting.values())) for waiting in self._of_timeout.values() if waiting)
-        return min((gated.deadline_s for gated in firsts), default=None)
+        return min((gated.deadline_s for gated in firsts if gated.deadline_s < math.inf), default=None)
 
     def waiting_by_reason(self) -> dict[str, int]:
         """How many requests wait for each reason; a request that waits for several counts for each."""

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from headrace.core.adapters.keeper import AdapterKeeper
+from headrace.core.adapters.loader import AdapterLoaded, AdapterLoader
 from headrace.core.engine.admission import Admission, signed
 from headrace.core.engine.control import Controller
 from headrace.core.engine.followers import PrefixFollowers
@@ -50,6 +52,7 @@ from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.drafters.from_rank import RankDrafter
+from headrace.core.schedule.features.adapter_limit import AdapterLimit
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
 from headrace.core.schedule.features.installed import installed_features
@@ -58,7 +61,14 @@ from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
-from headrace.ipc.control import DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.adapters import AdapterFacts, AdapterInfo, Adapters
+from headrace.ipc.control import (
+    AdapterCommand,
+    LoadAdapter,
+    PinAdapter,
+    WorkerAnswer,
+    WorkerCommand,
+)
 from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, InconsistentError, InvalidRequestError
 from headrace.ipc.messages import (
     Abort,
@@ -106,7 +116,7 @@ class Port(Protocol):
 
 
 class StepExecutor(Capacity, Protocol):
-    """The part of an Executor that the loop uses."""
+    """The part of an Executor that the loop and what it owns use."""
 
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
@@ -115,6 +125,8 @@ class StepExecutor(Capacity, Protocol):
     def take_part(self) -> None: ...
     def may_leave(self) -> bool: ...
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts: ...
+    def drop_adapter(self, slot: int) -> None: ...
 
 
 def _drafting(plan: Plan) -> Drafting:
@@ -163,7 +175,8 @@ class Loop:
         )
         self._drafting = _drafting(plan)
         states = [KeepingStates()] if keeps_states(plan) else []
-        for feature in (self._drafting, *states, *installed_features()):
+        limits = [] if plan.adapters is None else [AdapterLimit(plan.adapters.max_loras)]
+        for feature in (self._drafting, *states, *limits, *installed_features()):
             self.scheduler.add_feature(feature)
         self._output_builder = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
@@ -198,6 +211,25 @@ class Loop:
         )
         if plan.model.checks_sampling:
             self.gates.register(self._sampling_checks)
+        self.adapters = self._adapter_keeper(plan)
+        """None without enable_lora."""
+        if self.adapters is not None:
+            self.gates.register(self.adapters)
+
+    def _adapter_keeper(self, plan: Plan) -> AdapterKeeper | None:
+        if plan.adapters is None:
+            return None
+        return AdapterKeeper(
+            plan.adapters,
+            AdapterLoader(self._executor, lambda news: self._inbox.put((0, news))),
+            report=lambda news: self._inbox.put((0, news)),
+            in_flight=self._steps_in_flight,
+            base_names=plan.served_model_names,
+        )
+
+    def _steps_in_flight(self) -> tuple[int, int] | None:
+        """The numbers of the first and the last one."""
+        return (self._in_flight[0][0].step, self._in_flight[-1][0].step) if self._in_flight else None
 
     def use_grammars(self, backend: Backends, *, prepares: bool) -> None:
         """Allows structured outputs. Call before the loop runs. prepares: prepare the library in the background now
@@ -238,6 +270,8 @@ class Loop:
         finally:
             if self._compiler is not None:
                 self._compiler.stop()
+            if self.adapters is not None:
+                self.adapters.stop()
         self._fail_unfinished()
 
     def turn(self) -> None:
@@ -254,6 +288,8 @@ class Loop:
         if self.gates and self._sampling_checks.is_due():
             self._drain()
             self._sampling_checks.ask()
+        if self.adapters is not None and self.adapters.is_due:
+            self.adapters.go_on()
 
     @property
     def is_stopping(self) -> bool:
@@ -364,11 +400,8 @@ class Loop:
                 self._port.send(client, Reply(call=message.call))
             case Control():
                 self._control(client, message)
-            case GateOpened():
-                self._open(message)
-            case GateFailed():
-                for request in self.gates.fail(message.gate):
-                    self._end_gated(request, message.failure)
+            case GateOpened() | GateFailed() | AdapterLoaded():
+                self._go_on_with(message)
             case PeerStep():
                 self._executor.take_part()
             case ExecutorFailed():
@@ -376,12 +409,21 @@ class Loop:
             case StopRequest():
                 self._begin_stop(message.deadline_s)
 
-    def _open(self, opened: GateOpened) -> None:
-        ready, leaves_some = self.gates.open(opened.gate, self._most_messages())
+    def _go_on_with(self, news: GateOpened | GateFailed | AdapterLoaded) -> None:
+        """What requests wait for is there, or will never be."""
+        if isinstance(news, AdapterLoaded):
+            assert self.adapters is not None, "nothing else loads any"
+            self.adapters.loaded(news)
+            return
+        if isinstance(news, GateFailed):
+            for request in self.gates.fail(news.gate):
+                self._end_gated(request, news.failure)
+            return
+        ready, leaves_some = self.gates.open(news.gate, self._most_messages())
         for request, priority in ready:
             self.scheduler.add(request, priority)
         if leaves_some:
-            self._next_turn.append(opened)
+            self._next_turn.append(news)
 
     def _add(self, client: int, message: AddRequest) -> None:
         live = self._requests.setdefault(client, {})
@@ -397,6 +439,8 @@ class Loop:
             failure = self._admission.asleep()
         else:
             failure = self._admission.check(message)
+            if failure is None and self.adapters is not None:
+                failure = self.adapters.check(message)
         if failure is not None:
             self._refuse(client, message.slot, failure)
             return
@@ -415,6 +459,7 @@ class Loop:
 
     def _drop(self, request: Request) -> None:
         """Ends a gated, waiting or running request and frees what it holds."""
+        self._leave_adapters(request)
         if self.gates.remove(request):
             request.state = State.FINISHED
         else:
@@ -425,7 +470,12 @@ class Loop:
         for request, failure in self.gates.expired():
             self._end_gated(request, failure)
 
+    def _leave_adapters(self, request: Request) -> None:
+        if self.adapters is not None:
+            self.adapters.leave(request)
+
     def _end_gated(self, request: Request, failure: Failure) -> None:
+        self._leave_adapters(request)
         del self._requests[request.client][request.slot]
         request.state = State.FINISHED
         finish = finish_of(request, FinishReason.FAILED, failure=failure)
@@ -442,8 +492,8 @@ class Loop:
             self._port.send(client, partial_outputs(self._statistics.num_steps, requests, finished))
 
     def _control(self, client: int, message: Control) -> None:
-        """Carries out a command with no step in flight. A command that fails changes nothing; its answer has the
-        reason."""
+        """Carries out a command, with no step in flight unless it is of adapters. A command that fails changes nothing;
+        its answer has the reason."""
         command = message.command
         if (problem := out_of_range(command)) is not None:
             failure = Failure(
@@ -451,21 +501,23 @@ class Loop:
             )
             self._port.send(client, Reply(call=message.call, failure=failure))
             return
-        if isinstance(command, PauseGeneration | Sleep):
-            if command.mode != "wait":
-                self._drain()
-            if command.mode == "abort":
-                for each, live in list(self._requests.items()):
-                    self._abort(each, tuple(live))
-            self._pause.ask(client, message.call, command)  # answered by `turn`, when the pause is reached
-            return
-        if isinstance(command, DrainEngine):
-            self._port.send(client, Reply(call=message.call))
-            self._begin_stop(command.deadline_s)
+        if isinstance(command, AdapterCommand):
+            self._control_adapters(client, message.call, command)
             return
         self._drain()
         self._controller.carry_out(client, message.call, command)
         self.stages.record(self._controller.timeline)  # the command may have started or stopped a profile
+
+    def _control_adapters(self, client: int, call: int, command: AdapterCommand) -> None:
+        def answer(result: AdapterInfo | Adapters | None, failure: Failure | None) -> None:
+            self._port.send(client, Reply(call=call, result=result, failure=failure))
+
+        if self.adapters is None:
+            answer(None, self._admission.refusal("this engine takes no adapters: start it with enable_lora"))
+        elif "weights" in self._controller.asleep and isinstance(command, LoadAdapter | PinAdapter):
+            answer(None, self._admission.asleep())
+        else:
+            self.adapters.carry_out(command, answer)
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + self._num_waiting
@@ -528,7 +580,12 @@ class Loop:
                 request.first_scheduled_s = now_s
                 drawn = isinstance(request.task, Generate) and request.sampling.seed is None
                 seed = signed(request.seed) if drawn else None
-                admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens, seed=seed)
+                admitted = Admitted(
+                    slot=request.slot,
+                    num_cached_tokens=new.num_computed_tokens,
+                    seed=seed,
+                    adapters=() if self.adapters is None else self.adapters.identities(request),
+                )
                 events.admitted.setdefault(request.client, []).append(admitted)
 
     def _collect(self) -> None:
@@ -592,6 +649,7 @@ class Loop:
 
     def _end(self, events: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]
+        self._leave_adapters(request)
         self._statistics.ended(request)
         self._load_changed = True
         events.finished.setdefault(request.client, []).append(finish)
@@ -638,6 +696,7 @@ class Loop:
             num_accepted_tokens_per_pos=tuple(drafts.accepted_per_position),
             num_waiting_by_reason={"capacity": len(scheduler.waiting), **self.gates.waiting_by_reason()},
             expert_balance=self._statistics.expert_balance,
+            adapters=None if self.adapters is None else self.adapters.stats(),
         )
 
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from headrace.core.adapters.loader import AdapterLoaded
 from headrace.core.engine.gates import GateFailed, GateOpened
 from headrace.ipc.codec import Frame, Tensor
 from headrace.ipc.failure import Failure
@@ -69,7 +70,15 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
 
 
 InboxMessage = (
-    ClientMessage | ClientGone | Undecodable | StopRequest | PeerStep | ExecutorFailed | GateOpened | GateFailed
+    ClientMessage
+    | ClientGone
+    | Undecodable
+    | StopRequest
+    | PeerStep
+    | ExecutorFailed
+    | GateOpened
+    | GateFailed
+    | AdapterLoaded
 )
 InboxItem = tuple[int, InboxMessage]
 

@@ -113,4 +113,5 @@ class PlanBuilder:
             state_pages=state_pages,
             state_source=state_source,
             inputs=tuple(each for each in request.prefix_key.inputs if each.end > num_computed),
+            adapters=request.adapters,
         )

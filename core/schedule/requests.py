@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
+from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate, Sampling, Task
 from headrace.ipc.prefix_names import NO_KEY
@@ -42,6 +44,7 @@ class Request:
     """One request of one client. The scheduler owns `state`, `row`, tokens and hashes; the loop owns the times."""
 
     __slots__ = (
+        "adapters",
         "arrival",
         "arrived_s",
         "block_hashes",
@@ -51,6 +54,7 @@ class Request:
         "gated_s",
         "matcher",
         "num_given_tokens",
+        "num_passed",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -84,12 +88,14 @@ class Request:
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.matcher: Matcher | None = None  # state of its grammar after the last known token
         self.prefix_key = NO_KEY
+        self.adapters: tuple[RowAdapter, ...] = ()  # no two of the same slot
         self.arrival = 0  # a sequence number
         self.order: tuple[int, ...] = ()  # sort key: the smallest is served first
         self.state = State.WAITING
         self.row = -1
         self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
         self.num_preemptions = 0
+        self.num_passed = 0  # steps that admitted others while it waited beside the queue
         self.output_interval = 1  # number of tokens sent together
         self.num_sent = (
             self.num_prompt_tokens
@@ -104,19 +110,23 @@ class WaitingQueue:
 
     The first element of an order is the queue's `era` at the request's arrival, which counts calls of `hold`. So
     requests that arrive after a `hold` sort behind all earlier ones, and can be held back.
+
+    Requests that cannot run beside those that run are set aside, so that the ones behind them get their turn.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, Request]] = []
         self._size = 0
         self.era = self._open_era = 0
+        self._aside: list[Request] = []  # waiting, except for those that were removed meanwhile
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests, in no particular order."""
-        return (request for _, _, request in self._heap if request.state is State.WAITING)
+        waiting = itertools.chain(self._aside, (request for _, _, request in self._heap))
+        return (request for request in waiting if request.state is State.WAITING)
 
     def push(self, request: Request) -> None:
         request.state = State.WAITING
@@ -143,6 +153,25 @@ class WaitingQueue:
         heapq.heappop(self._heap)
         self._size -= 1
         return request
+
+    @property
+    def aside(self) -> list[Request]:
+        """The requests that are set aside, in the order in which they were."""
+        if any(request.state is not State.WAITING for request in self._aside):
+            self._aside = [request for request in self._aside if request.state is State.WAITING]
+        return self._aside
+
+    def set_aside(self) -> None:
+        """Sets the head aside."""
+        self._aside.append(self.pop())
+        self._size += 1
+
+    def take_back(self) -> None:
+        """Puts what was set aside back into its place."""
+        aside, self._aside = self.aside, []
+        self._size -= len(aside)
+        for request in aside:
+            self.push(request)
 
     def remove(self, request: Request) -> None:
         """Marks a waiting request as finished and takes it out of the queue."""

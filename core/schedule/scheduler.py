@@ -49,6 +49,10 @@ ADMITTED_BESIDE_DECODES = 16
 """Most requests that one step with decodes admits: admitting takes a few milliseconds, which delays the decodes."""
 PASSED_OVER = 4
 """Most requests that a step passes over because a feature postpones them: each costs a look-up."""
+LOOKED_PAST = 64
+"""Most requests that wait beside the queue since they cannot run beside the present rows."""
+MOST_STEPS_PASSED = 64
+"""A request beside the queue is passed in at most so many steps; then none is admitted before it."""
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_propose", "_seal", "_extend")
 """Stages. A derived class that overrides one gets no repeated plans, so that its stages run in every step."""
 
@@ -287,9 +291,18 @@ class Scheduler:
         table, block_size = self.rows, self.config.block_size
         postponed = list[Request]()
         most = ADMITTED_BESIDE_DECODES if len(builder.decodes) else len(table.free)
+        num_aside, num_passed = len(self.waiting.aside), 0
+        if any(request.num_passed >= MOST_STEPS_PASSED for request in self.waiting.aside):
+            return
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
             if self._is_refused_still(request) or most == 0:
                 break
+            if any(bars(request) for bars in self._hook("bars")):
+                if request.num_passed >= MOST_STEPS_PASSED or num_aside == LOOKED_PAST:
+                    break
+                self.waiting.set_aside()
+                num_aside += 1
+                continue
             most -= 1
             hit = self._look_up(request)
             if any(postpones(request, hit) for postpones in self._hook("postpones")):
@@ -313,12 +326,17 @@ class Scheduler:
             self.tables.enter(row, hit)
             table.num_computed_tokens[row] = num_cached
             builder.admit(row, num_cached)
+            num_passed = num_aside
+            for enter in self._hook("enter"):
+                enter(row)
             if request.num_preemptions == 0:
                 self.num_prompt_tokens += len(request.token_ids)  # includes output of another engine, if it migrated
                 self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
         for request in postponed:
             self.waiting.push(request)
+        for request in self.waiting.aside[:num_passed]:
+            request.num_passed += 1
 
     def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
         missing = self.tables.num_missing(len(request.token_ids), hit)
@@ -358,7 +376,9 @@ class Scheduler:
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
-        decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
+        # Those beside the queue are waiting for a row to leave, which ends the repetition.
+        nothing_waits = len(self.waiting) == len(self.waiting.aside)
+        decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and nothing_waits
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
             self._repeated = self._repeat(plan)
         return plan
@@ -543,6 +563,7 @@ class Scheduler:
             leave(row)
         self.tables.release(row)
         self._released.append(row)
+        self.waiting.take_back()
         return self.rows.leave(row)
 
     def settle(self, *, ended: bool = False) -> None:

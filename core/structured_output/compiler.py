@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,13 +26,10 @@ from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
+from headrace.ipc.process.background import give_way
 
 MOST_CACHED = 256
 """Most cached results: compiled grammars, and failures of those that cannot be compiled."""
-NICENESS = 10
-"""Niceness of the compiler's threads and of the trial process, which they start. Beside a busy thread they get a tenth
-of a core, so that other requests' steps take at most a tenth longer. Two that compute at once would cost a fifth, since
-each core's part of a step waits for the others: so plain forms share one thread, and all others another."""
 REASON = "grammar"
 TIMEOUT_S = 120.0
 """The longest time that a request may wait for its grammar."""
@@ -52,8 +47,10 @@ class GrammarCompiler:
     ) -> None:
         """report: called from any thread."""
         self._backend, self._report = backend, report
-        self._plain = ThreadPoolExecutor(1, "grammar", _give_way)
-        self._others = ThreadPoolExecutor(1, "grammar-other", _give_way)
+        # These threads, and the trial process that they start, give way to steps. Two that compute at once cost twice
+        # as much, as each core's part of a step waits for the others: so plain forms share one, all others another.
+        self._plain = ThreadPoolExecutor(1, "grammar", give_way)
+        self._others = ThreadPoolExecutor(1, "grammar-other", give_way)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
@@ -120,14 +117,6 @@ class GrammarCompiler:
             return
         for request in waiting:  # without the lock: thousands may wait, and the loop needs it for each new request
             request.matcher = _matcher_for(request, compiled)
-
-
-def _give_way() -> None:
-    """Lowers the calling thread's priority below that of threads that compute steps."""
-    if sys.platform == "linux":  # elsewhere niceness belongs to the whole process
-        # A thread inherits niceness, so start from the process's: its creator may already have a low priority.
-        of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), of_process + NICENESS)
 
 
 def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:

@@ -25,6 +25,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.core.options.values import with_secrets
+from headrace.executor.placement.adapter_orders import agreed
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.cluster_proof import PeerClaims, check_same_version, cluster_key
 from headrace.executor.placement.join_port import JoinPort
@@ -35,6 +36,7 @@ from headrace.executor.placement.worker_group import Replies, command_limit_s
 from headrace.executor.placement.worker_messages import (
     AllocateCache,
     Allocated,
+    FillSlot,
     FromNode,
     JoinNode,
     Loaded,
@@ -48,9 +50,11 @@ from headrace.executor.placement.worker_messages import (
     NodeResult,
     NodeStep,
     RunNode,
+    SlotFilled,
     TokenizerMade,
 )
 from headrace.executor.rank import Report
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.codec import CodecError
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
@@ -164,6 +168,15 @@ class MultiNodeExecutor(Executor):
             if message.failure is not None:
                 raise HeadraceError(failure=message.failure)
         return tuple(answer for message in answered for answer in message.answers)
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        self._said.check()
+        self._send(FillSlot(slot=slot, path=path, is_3d=is_3d))
+        limit_s = command_limit_s(self._options.control_timeout) + GRACE_S
+        return agreed(self._said.gather(SlotFilled, deadline=Deadline(limit_s)))
+
+    def drop_adapter(self, slot: int) -> None:
+        self._send(FillSlot(slot=slot))
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         self._on_failure = on_failure

@@ -24,6 +24,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.gpu.hardware.visible_gpus import check_gpus, visible_gpus
 from headrace.executor.parallel.rank_place import RankCoordinates, World, collectives_bytes, mark_failed
+from headrace.executor.placement.adapter_orders import agreed
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import WorkerGroup
@@ -35,16 +36,19 @@ from headrace.executor.placement.worker_messages import (
     Allocated,
     Answered,
     Described,
+    FillSlot,
     LargeMessage,
     Loaded,
     LoadModel,
     MakeTokenizer,
     SharedExperts,
     SharedMemory,
+    SlotFilled,
     StartWorker,
     TokenizerMade,
 )
 from headrace.executor.rank import Report
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -216,6 +220,13 @@ class MultiprocExecutor(Executor):
             if answered.failure is not None:
                 raise HeadraceError(failure=answered.failure)
         return tuple(answered.answer for answered in answers if answered.answer is not None)
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        self._group.send(FillSlot(slot=slot, path=path, is_3d=is_3d))
+        return agreed(self._group.gather(SlotFilled))
+
+    def drop_adapter(self, slot: int) -> None:
+        self._group.send(FillSlot(slot=slot))
 
     def stop(self) -> None:
         with self._ending:

@@ -7,6 +7,7 @@ or a Ray actor: it joins the core at master_addr:master_port, and ends when the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import signal
@@ -18,12 +19,14 @@ from types import FrameType
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.values import with_secrets
+from headrace.executor.placement.adapter_orders import carry_out
 from headrace.executor.placement.cluster_proof import NoProofError, cluster_key, prove_to_core
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_messages import (
     AllocateCache,
     Allocated,
+    FillSlot,
     JoinNode,
     Loaded,
     LoadNode,
@@ -50,6 +53,7 @@ from headrace.ipc.failure import (
     let_interrupts_pass,
 )
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
+from headrace.ipc.process.background import Background
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.hosts import bare_host, host_port, listening
@@ -73,6 +77,7 @@ class NodeAgent:
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._executor: MultiprocExecutor | None = None
+        self._adapters = Background("adapters")
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
         self.serves = False
         """Its ranks are ready for steps, so there may be requests to lose."""
@@ -125,6 +130,8 @@ class NodeAgent:
                 threading.Thread(target=self._collect, name="results", daemon=True).start()
             self.serves = True
             self._send(Allocated(startup_s=executor.ranks_startup_s))
+        elif isinstance(message, FillSlot):
+            self._adapters.submit(functools.partial(carry_out, executor, message, self._send, "node"))
         elif isinstance(message, NodeCommand):
             try:
                 self._send(NodeAnswered(answers=executor.control(message.command)))

@@ -12,6 +12,7 @@ running.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -26,6 +27,7 @@ import msgspec
 
 from headrace.executor.parallel.rank_place import PeerError, RankCoordinates, World
 from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.executor.placement.adapter_orders import carry_out
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.executor.placement.make_rank import make_rank
 from headrace.executor.placement.step_codec import StepCodec
@@ -39,10 +41,12 @@ from headrace.executor.placement.worker_messages import (
     Allocated,
     Answered,
     Described,
+    FillSlot,
     LargeMessage,
     Loaded,
     LoadModel,
     MakeTokenizer,
+    SlotFilled,
     StartWorker,
     TokenizerMade,
     ToWorker,
@@ -51,6 +55,7 @@ from headrace.executor.rank import Rank, Reporter
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, InconsistentError
 from headrace.ipc.messages import ChildFailed, Message, Progress
+from headrace.ipc.process.background import Background
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
@@ -80,6 +85,7 @@ class Worker:
         self._begin_shared: Callable[[tuple[int, ...]], bool] = lambda counts: False
         """With shared experts: receives each core's number of tokens in the next step. Where this core has none, it
         computes the step and returns True."""
+        self._adapters = Background("adapters")
         self._steps: RingReader | None = None
         self._results: RingWriter | None = None
         self._is_stopped = False
@@ -113,6 +119,11 @@ class Worker:
             self._mailbox.put(message.number, message.data)
         elif isinstance(message, MakeTokenizer):
             threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
+        elif isinstance(message, FillSlot):
+            rank, limit_s = self._rank, self._options.control_timeout
+            assert rank is not None, "the core loads adapters once it serves"
+            told = self._tell_of_adapter
+            self._adapters.submit(functools.partial(carry_out, rank, message, told, "worker", limit_s))
         else:
             self._orders.put(message)
 
@@ -286,6 +297,10 @@ class Worker:
             fail(self._channel, error, self._place.rank, "tokenizer")
         else:
             self._channel.send(TokenizerMade(bundle=bundle))
+
+    def _tell_of_adapter(self, filled: SlotFilled) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the thread that listens to the parent ends this process
+            self._channel.send(filled)
 
     def _send_large(self, number: int, data: bytes) -> None:
         self._channel.send(LargeMessage(number=number, data=data))

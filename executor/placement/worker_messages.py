@@ -15,7 +15,8 @@ Over the socket that a worker inherits (see ipc/transport/channel.py):
       Stop(deadline_s)                     ->
 
 After that steps go through the rings, and the socket carries only what is rare or large: a LargeMessage for content
-that does not fit a slot, and the Answered to a command. A worker that fails sends ChildFailed, at any time, and exits.
+that does not fit a slot, the Answered to a command, and FillSlot with its SlotFilled, for adapters beside steps. A
+worker that fails sends ChildFailed, at any time, and exits.
 
 Over TCP, where an engine is on several hosts; each node's agent starts and drives the workers there:
 
@@ -33,6 +34,8 @@ Over TCP, where an engine is on several hosts; each node's agent starts and driv
                                                 <-   Allocated
       NodeStep(plan), NodeCommand(command)      ->
                                                 <-   NodeResult(result) of the rank that replies, NodeAnswered
+      FillSlot                                  ->
+                                                <-   SlotFilled
       Stop(deadline_s), NodeEnd(failure)        ->
 
 An agent that fails sends ChildFailed; a closed connection means that the other side has died.
@@ -47,6 +50,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Progress, Ready, Stop, TokenizerBundle
@@ -152,8 +156,35 @@ class Answered(Message, frozen=True):
     failure: Failure | None = None
 
 
-ToWorker = StartWorker | LoadModel | MakeTokenizer | AllocateCache | LargeMessage | Stop
-FromWorker = Progress | Ready | ChildFailed | Described | TokenizerMade | Loaded | Allocated | LargeMessage | Answered
+class FillSlot(Message, frozen=True):
+    """Loads an adapter into a slot, beside running steps, or empties it."""
+
+    slot: int
+    path: str = ""
+    """Empty: the slot is emptied, and there is no answer."""
+    is_3d: bool = False
+
+
+class SlotFilled(Message, frozen=True):
+    """The answer to a FillSlot with a path, of a worker or of all workers of a node."""
+
+    facts: AdapterFacts | None
+    failure: Failure | None = None
+
+
+ToWorker = StartWorker | LoadModel | MakeTokenizer | AllocateCache | LargeMessage | FillSlot | Stop
+FromWorker = (
+    Progress
+    | Ready
+    | ChildFailed
+    | Described
+    | TokenizerMade
+    | Loaded
+    | Allocated
+    | LargeMessage
+    | Answered
+    | SlotFilled
+)
 
 
 class JoinNode(Message, frozen=True):
@@ -211,7 +242,7 @@ class NodeEnd(Message, frozen=True):
     failure: Failure
 
 
-ToNode = RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | NodeEnd | Stop
+ToNode = RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | FillSlot | NodeEnd | Stop
 FromNode = (
     JoinNode
     | Progress
@@ -221,6 +252,7 @@ FromNode = (
     | Allocated
     | NodeResult
     | NodeAnswered
+    | SlotFilled
     | NodeLeaving
     | ChildFailed
 )

@@ -6,10 +6,12 @@ may also be given as `hf_overrides`, for an engine that is started as a program.
 
 from __future__ import annotations
 
+import hashlib
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,8 +24,9 @@ from headrace.executor.rank import Report
 from headrace.executor.sampling.random_numbers import row_keys
 from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure, OptionError
+from headrace.ipc.failure import Failure, ModelError, OptionError
 from headrace.ipc.messages import Generate, LogprobRows, Pool, Pooling, TokenizerBundle
 from headrace.ipc.row_inputs import input_kinds
 from headrace.ipc.step import (
@@ -76,7 +79,8 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class NullExecutor(Executor):
-    """Executes plans without a model. A token depends only on the request's prompt and on the token's position."""
+    """Executes plans without a model. A token depends only on the request's prompt and adapters, and on the token's
+    position."""
 
     reads = Executor.reads | {StateSnapshots}
 
@@ -95,6 +99,8 @@ class NullExecutor(Executor):
         self._submitted: deque[StepPlan] = deque()
         self._rows: _Rows | None = None
         self._check: PlanCheck | None = None
+        self.identities: dict[int, str] = {}
+        """Of the adapter in each slot that has one."""
 
     def describe(self, report: Report) -> ModelDescription:
         report("read config")
@@ -123,6 +129,7 @@ class NullExecutor(Executor):
             else None,
             row_inputs=tuple(input_kinds()),
             input_width=INPUT_WIDTH,
+            why_no_adapters="",
         )
 
     def tokenizer(self) -> TokenizerBundle | None:
@@ -141,9 +148,9 @@ class NullExecutor(Executor):
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         assert self._plan is not None, "load comes before allocate"
-        self._rows = _Rows(self._plan.max_num_seqs, self.model)
+        self._rows = _Rows(self._plan.max_num_seqs, self.model, self.identities)
         if self.model.check:
-            self._check = PlanCheck(self._plan, num_blocks, max_model_len)
+            self._check = PlanCheck(self._plan, num_blocks, max_model_len, self.identities)
 
     def submit(self, plan: StepPlan) -> None:
         plan.check_read(self.reads)
@@ -166,15 +173,40 @@ class NullExecutor(Executor):
             self._check.append_sampled(failed, np.zeros(len(failed), np.int32))
         return result
 
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        """Reads adapter_config.json and adapter_model.safetensors, of any content, in the folder `path`."""
+        self.identities.pop(slot, None)
+        try:
+            config = (Path(path) / "adapter_config.json").read_bytes()
+            content = (Path(path) / "adapter_model.safetensors").read_bytes()
+            found = msgspec.json.decode(config, type=_AdapterConfig)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ModelError(f"{path}: {error}") from error
+        self.identities[slot] = hashlib.sha256(config + content).hexdigest()
+        return AdapterFacts(
+            identity=self.identities[slot],
+            rank=found.r,
+            num_bytes=len(content),
+            invocation_tokens=found.alora_invocation_tokens,
+        )
+
+    def drop_adapter(self, slot: int) -> None:
+        self.identities.pop(slot, None)
+
     def stop(self) -> None:
         self._submitted.clear()
+
+
+class _AdapterConfig(msgspec.Struct, frozen=True):
+    r: int
+    alora_invocation_tokens: tuple[int, ...] = ()
 
 
 class _Rows:
     """The null executor's state of each row."""
 
-    def __init__(self, num_rows: int, model: NullModel) -> None:
-        self._model = model
+    def __init__(self, num_rows: int, model: NullModel, identities: Mapping[int, str]) -> None:
+        self._model, self._identities = model, identities
         self._key = np.zeros(num_rows, np.uint64)  # a hash of the prompt
         self._num_tokens = np.zeros(num_rows, np.int32)
         self._num_prompt_tokens = np.zeros(num_rows, np.int32)
@@ -239,7 +271,8 @@ class _Rows:
 
     def _enter(self, new: NewRow) -> None:
         row, prompt = new.row, np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32)
-        self._key[row] = zlib.crc32(prompt.tobytes())
+        adapters = [(self._identities[each.slot], each.scale, each.from_position) for each in new.adapters]
+        self._key[row] = zlib.crc32(prompt.tobytes() + b"".join(f"{each}".encode() for each in adapters))
         self._num_tokens[row] = len(new.token_ids)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._fails[row] = self._model.fail_token_id >= 0 and self._model.fail_token_id in prompt

@@ -7,6 +7,8 @@ shared wrongly or never computed is detected when a row reads it, independent of
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.random_numbers import mix
 from headrace.executor.testing.state_check import RowWork, StateCheck
+from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate
 from headrace.ipc.step import Drafts, NewRow, StepPlan
@@ -28,34 +31,41 @@ class _Row:
     tables: list[list[int]]
     """By cache group. Blocks that a sliding window has passed stay in the table, as executors keep them."""
     generates: bool
+    adapters: list[tuple[int, int]] = field(default_factory=list)
+    """A hash of each adapter's identity and scale, and the position from which it applies."""
     chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
     drafts: list[int] = field(default_factory=list)  # drafts that the current step computes after the tokens
 
     def chain_with_drafts(self) -> np.ndarray:
         """[num_tokens + num_drafts] uint64"""
-        self.chain += _chain(self.chain[-1] if self.chain else 1, self.tokens[len(self.chain) :])
-        return np.array([*self.chain, *_chain(self.chain[-1], self.drafts)], np.uint64)
+        self.chain += self._go_on(self.chain, self.tokens[len(self.chain) :])
+        return np.array([*self.chain, *self._go_on(self.chain, self.drafts)], np.uint64)
+
+    def _go_on(self, chain: list[int], tokens: list[int]) -> list[int]:
+        hashes, parent = list[int](), chain[-1] if chain else 1
+        for position, token in enumerate(tokens, len(chain)):
+            parent = sum((number for number, start in self.adapters if position >= start), parent)
+            parent = int(mix(np.array([(parent * 31 + token + 1) % (1 << 64)], np.uint64))[0])
+            hashes.append(parent)
+        return hashes
 
     def drop_drafts(self) -> None:
         """Removes the drafts: accepted ones are among the tokens by now, and the others will be computed anew."""
         self.num_computed, self.drafts = min(self.num_computed, len(self.tokens) - 1), []
 
 
-def _chain(parent: int, tokens: list[int]) -> list[int]:
-    hashes = []
-    for token in tokens:
-        parent = int(mix(np.array([(parent * 31 + token + 1) % (1 << 64)], np.uint64))[0])
-        hashes.append(parent)
-    return hashes
-
-
 class PlanCheck:
     """Checks plans one after another. Every error is an InconsistentError with the step, row and values."""
 
-    def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self, plan: Plan, num_blocks: int, max_model_len: int, identities: Mapping[int, str] | None = None
+    ) -> None:
+        """identities: of the adapter in each slot that has one; kept up to date by the caller."""
+        self._identities = {} if identities is None else identities
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
         self._groups = [group for group in plan.model.cache_groups if group.kind != "state"]
         self._rows: dict[int, _Row] = {}
+        self._adapters_of: dict[int, dict[int, str]] = {}  # by row: the slots of its adapters, and what is in them
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
         self._states: StateCheck | None = None
         if self._groups != [*plan.model.cache_groups]:
@@ -67,7 +77,7 @@ class PlanCheck:
         for row in plan.released_rows.tolist():
             if row not in self._rows:
                 raise InconsistentError(f"step {plan.step} releases row {row}, which is free")
-            del self._rows[row]
+            del self._rows[row], self._adapters_of[row]
             if self._states is not None:
                 self._states.leave(row)
         for new in plan.new_rows:
@@ -83,6 +93,7 @@ class PlanCheck:
             self._rows[row].drafts = drafts
         self._check_tables(plan)
         self._check_work(plan)
+        self._check_adapters(plan)
         self._compute(plan)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
@@ -115,7 +126,15 @@ class PlanCheck:
         if self._states is not None:
             self._states.enter(where, new)
         generates = isinstance(new.task, Generate)
-        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables, generates)
+        slots = [adapter.slot for adapter in new.adapters]
+        if len(set(slots)) != len(slots) or not self._identities.keys() >= set(slots):
+            raise InconsistentError(f"{where}: adapters in slots {slots}; in use are {sorted(self._identities)}")
+        adapters = [(self._number_of(adapter), adapter.from_position) for adapter in new.adapters]
+        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables, generates, adapters)
+        self._adapters_of[new.row] = {slot: self._identities[slot] for slot in slots}
+
+    def _number_of(self, adapter: RowAdapter) -> int:
+        return zlib.crc32(f"{self._identities[adapter.slot]} {adapter.scale}".encode())
 
     def _check_tables(self, plan: StepPlan) -> None:
         for number, row in self._rows.items():
@@ -180,6 +199,14 @@ class PlanCheck:
                 held = len(table) * self._plan.block_size
                 if end > held:
                     raise InconsistentError(f"{where}: computes up to {end}, its {len(table)} blocks hold {held}")
+
+    def _check_adapters(self, plan: StepPlan) -> None:
+        where = f"step {plan.step}"
+        adapters = {slot: name for row in plan.rows.tolist() for slot, name in self._adapters_of[row].items()}
+        if adapters and (self._plan.adapters is None or len(adapters) > self._plan.adapters.max_loras):
+            raise InconsistentError(f"{where}: {len(adapters)} distinct adapters, over max_loras")
+        if any(self._identities.get(slot) != name for slot, name in adapters.items()):
+            raise InconsistentError(f"{where}: a slot of adapters has other content than when its rows entered")
 
     def _compute(self, plan: StepPlan) -> None:
         """Writes all rows, then reads them, as each layer of a model does."""

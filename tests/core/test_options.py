@@ -213,7 +213,7 @@ def test_neutral_values_are_recognised_as_text() -> None:
         (["-dpr", "1"], "--data-parallel-start-rank=1 is refused"),
         (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
         (["--headless"], "--headless=True is refused: not supported here: it is of `headrace serve`"),
-        (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),
+        (["--enable-prompt-adapter", "True"], "--enable-prompt-adapter=True is refused: retired"),
         (["--max-log-len", "80"], "--max-log-len=80 is refused: not supported: a logged request shows no prompt"),
         (["--kv-offloading-size", "4"], "kv_cache_dtype fp8 or int8"),
         (["--logits-processor-pattern", "m.*"], "logits_processors are the engine's"),

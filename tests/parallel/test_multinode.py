@@ -22,7 +22,7 @@ import tiny_models
 from multiproc_parts import HERE, bring_up, options, wait_until
 from plan_maker import PlanMaker
 from source_tree import PYTHONPATH
-from test_multiproc import tokens_of_one_process
+from test_multiproc import adapter, tokens_of_one_process
 
 from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
@@ -31,7 +31,7 @@ from headrace.executor.placement.cluster_proof import KEY_VARIABLE
 from headrace.executor.placement.multinode import MultiNodeExecutor
 from headrace.executor.placement.ray_cluster import RayExecutor
 from headrace.ipc.control import DescribeEngine
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, OptionError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
 
 FAILS_WITHIN_S = 5.0
 
@@ -113,13 +113,19 @@ def cluster(asked: Options) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-def test_steps_reach_both_nodes_and_the_right_rank_is_heard(tp_size: int, pp_size: int) -> None:
+def test_steps_and_adapters_reach_both_nodes(tp_size: int, pp_size: int, tmp_path: Path) -> None:
     with cluster(options(tp_size, pp_size)) as running:
         bring_up(running.executor, running.options)
         assert [running.step() for _ in range(5)] == tokens_of_one_process(5)
         pids = [answer.facts["pid"] for answer in running.executor.control(DescribeEngine())]
         assert len(set(pids)) == 2
         assert psutil.Process(pids[1]).parent().pid == running.node.pid, "the second rank is the other node's"
+        facts = running.executor.load_adapter(5, adapter(tmp_path / "a"))
+        loaded = [answer.facts["adapters"] for answer in running.executor.control(DescribeEngine())]
+        assert loaded == [{"5": facts.identity}] * 2
+        with pytest.raises(HeadraceError, match="missing"):
+            running.executor.load_adapter(0, str(tmp_path / "missing"))
+        running.step()
     assert running.end_of_node()[0] == 0
     assert running.failures == []
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -120,6 +123,55 @@ def test_a_command_is_carried_out_once_the_steps_of_each_rank_are_done() -> None
         answers = ranks.executor.control(DescribeEngine())
         assert [answer.facts["steps_under_way"] for answer in answers] == [0, 0]
         assert ranks.step().step == 1
+
+
+def adapter(folder: Path, content: str = "content") -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    (folder / "adapter_model.safetensors").write_text(content)
+    return str(folder)
+
+
+def test_an_adapter_is_in_its_slot_on_every_rank_or_on_none(tmp_path: Path) -> None:
+    with Ranks(options(2)) as ranks:
+        executor = ranks.bring_up().executor
+
+        def loaded() -> list[dict[str, str]]:
+            return [answer.facts["adapters"] for answer in executor.control(DescribeEngine())]
+
+        facts = executor.load_adapter(3, adapter(tmp_path / "a"))
+        assert (facts.rank, facts.num_bytes) == (4, len("content"))
+        assert loaded() == [{"3": facts.identity}] * 2
+        missing = str(tmp_path / "missing")
+        with pytest.raises(HeadraceError, match=missing):
+            executor.load_adapter(1, missing)
+        adapter(tmp_path / "b0", "of rank 0"), adapter(tmp_path / "b1", "of rank 1")
+        with pytest.raises(ModelError, match=r"the ranks read different content, of the identities [0-9a-f]{64} and"):
+            executor.load_adapter(1, str(tmp_path / "b"))
+        for slot in (1, 3):
+            executor.drop_adapter(slot)
+        executor.load_adapter(0, str(tmp_path / "a"))  # comes after what was ordered before
+        assert loaded() == [{"0": facts.identity}] * 2
+
+
+def test_steps_and_commands_go_on_while_an_adapter_is_read_and_a_read_that_hangs_ends(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a")
+    content = tmp_path / "a" / "adapter_model.safetensors"
+    content.unlink()
+    os.mkfifo(content)  # opening it waits until the other end is opened, too
+    asked = msgspec.structs.replace(options(1), control_timeout=2.0)
+    with Ranks(asked) as ranks, ThreadPoolExecutor(1) as pool:
+        executor = ranks.bring_up().executor
+        loading = pool.submit(executor.load_adapter, 0, path)
+        before = tokens_of_one_process(3)
+        assert [ranks.step().token_ids.tolist() for _ in range(3)] == before
+        assert len(executor.control(DescribeEngine())) == 1
+        with pytest.raises(HeadraceError) as caught:
+            loading.result()
+        assert caught.value.failure is not None
+        assert caught.value.failure.type == "WaitTimeoutError"
+        assert path in caught.value.failure.message
+        assert executor.load_adapter(1, adapter(tmp_path / "b")).rank == 4
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from test_grammar_backends import BACKENDS, VOCAB_SIZE
 from test_structured_outputs import ENGINE, ask, form
 
 from headrace import LLM, InvalidRequestError
-from headrace.core.structured_output.compiler import NICENESS
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.trial import MOST_COMPUTING_S, _walk
 from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.process.background import NICENESS
 
 PLAIN = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
 

@@ -10,11 +10,13 @@ import msgspec
 from headrace.core.engine.loop import Loop
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import Inbox, Sessions
+from headrace.core.options.adapters import adapters_of
 from headrace.core.options.cache_groups import CacheGroup, group_layers, request_blocks
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
 from headrace.core.options.speculation import speculation_of
 from headrace.executor.testing.null import INPUT_WIDTH, NullExecutor, NullModel
+from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -75,6 +77,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         prompt_logprobs_cost=prompt_logprobs_cost,
         row_inputs=tuple(input_kinds()),
         input_width=INPUT_WIDTH,
+        why_no_adapters="",
     )
     plan = Plan(
         options=options,
@@ -84,6 +87,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         max_model_len=max_model_len,
         max_model_len_is_fixed=False,
         max_logprobs=20,
+        adapters=adapters_of(options, "float32"),
         speculation=speculation_of(options.speculative_config, on_gpu=False),
         enable_prefix_caching=options.enable_prefix_caching,
         seed=0,
@@ -114,6 +118,8 @@ class SteppedCore:
         self.port = MemoryPort()
         self.loop = Loop(self.plan, facts, executor, self.port, self.inbox)
         self.port.serve(Sessions(self.inbox, welcome_of(self.plan, facts), None))
+        if self.loop.adapters is not None:
+            self.loop.adapters.on_change = self.port.send_all
 
     def open(self) -> SteppedClient:
         return SteppedClient(self)
@@ -145,6 +151,7 @@ class SteppedClient:
         output_interval: int = 1,
         num_resumed_tokens: int = 0,
         inputs: tuple[RowInput, ...] = (),
+        adapters: tuple[AdapterUse, ...] = (),
         **sampling: Any,
     ) -> None:
         message: ClientMessage = AddRequest(
@@ -157,6 +164,7 @@ class SteppedClient:
             output_interval=output_interval,
             num_resumed_tokens=num_resumed_tokens,
             inputs=inputs,
+            adapters=adapters,
         )
         self.send(message)
 

@@ -22,6 +22,7 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.rank import Rank, Report
 from headrace.executor.testing.null import NullExecutor, NullModel
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import TokenizerBundle
@@ -128,11 +129,20 @@ class NullRank(Rank):
         facts = {
             "pid": os.getpid(),
             "steps_under_way": len(self._submitted_s),
+            "adapters": {str(slot): each for slot, each in self._null.identities.items()},
             "cpus": sorted(os.sched_getaffinity(0)),
             "omp_num_threads": os.environ["OMP_NUM_THREADS"],
             "has_torch": "torch" in sys.modules,
         }
         return WorkerAnswer(facts=facts)
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        """A rank reads the folder that is called as `path` and its own number, if there is one."""
+        own = f"{path}{self._place.rank}"
+        return self._null.load_adapter(slot, own if os.path.exists(own) else path, is_3d=is_3d)
+
+    def drop_adapter(self, slot: int) -> None:
+        self._null.drop_adapter(slot)
 
     def _log_load(self, sign: str) -> None:
         if self._bad.load_log:

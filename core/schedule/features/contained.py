@@ -21,7 +21,9 @@ from headrace.ipc.step import Attachment, StepPlan
 
 logger = logging.getLogger(__name__)
 CONCERNED: dict[str, Callable[..., Iterable[int | Request]]] = {
+    "bars": lambda request: (request,),
     "postpones": lambda request, hit: (request,),
+    "enter": lambda row: (row,),
     "waits": lambda rows: rows,
     "propose": lambda builder: builder.decodes,
     "cut": lambda row, draft: (row,),

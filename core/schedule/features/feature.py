@@ -4,7 +4,9 @@ The scheduler decides which tokens of which rows a step computes. Everything els
 draft tokens (`drafts.py`), grammar masks (`grammar_masks.py`), and those of other packages. The scheduler calls the
 hooks of all its features, in the order in which they were added, and knows none of them by name:
 
-    schedule    postpones  whether the next request had better be admitted later
+    schedule    bars       whether the next request cannot run beside the rows that run
+                postpones  whether it had better be admitted later
+                enter      a request has got a row
                 waits      which decodes cannot be planned while a step is in flight
                 propose    lengthen the decodes of the plan that is being built
                 seal       attach data for the ranks to the finished plan
@@ -106,10 +108,18 @@ class StepFeature:
         """[num_rows] bool: rows that cannot be planned before the result of a step in flight. None: no row waits."""
         return None
 
+    def bars(self, request: Request) -> bool:
+        """Whether the next request cannot be admitted as long as none of the rows leaves; a request alone never is
+        barred. Others pass it meanwhile, a bounded number of times."""
+        return False
+
     def postpones(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the next request, of which this much is in the cache, is better admitted in a later step, while
         others pass it. That must end by itself, as the rows that run now go on."""
         return False
+
+    def enter(self, row: int) -> None:
+        """A request was admitted to a row, which the table holds."""
 
     def propose(self, builder: PlanBuilder) -> None:
         """Lengthens decodes of the plan (`PlanBuilder.lengthen`)."""
