@@ -64,8 +64,11 @@ from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.adapters import AdapterFacts, AdapterInfo, Adapters
 from headrace.ipc.control import (
     AdapterCommand,
+    DrainEngine,
     LoadAdapter,
+    PauseGeneration,
     PinAdapter,
+    Sleep,
     WorkerAnswer,
     WorkerCommand,
 )
@@ -503,6 +506,18 @@ class Loop:
             return
         if isinstance(command, AdapterCommand):
             self._control_adapters(client, message.call, command)
+            return
+        if isinstance(command, PauseGeneration | Sleep):
+            if command.mode != "wait":
+                self._drain()
+            if command.mode == "abort":
+                for each, live in list(self._requests.items()):
+                    self._abort(each, tuple(live))
+            self._pause.ask(client, message.call, command)  # answered by `turn`, when the pause is reached
+            return
+        if isinstance(command, DrainEngine):
+            self._port.send(client, Reply(call=message.call))
+            self._begin_stop(command.deadline_s)
             return
         self._drain()
         self._controller.carry_out(client, message.call, command)
