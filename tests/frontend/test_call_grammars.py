@@ -118,6 +118,7 @@ def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
             inner = ",".join(f"{key}:{end}{value}{end}" for key, value in said.items())
             return f"{calls.call[0]}{calls.name[0]}book{calls.name[1]}{inner}}}{calls.call[1]}"
         before_name, after_name, before_value, _ = calls.parameter
+        before_value = f" {calls.value_kinds[0]}{before_value}" if calls.value_kinds[0] else before_value
         inner = "".join(
             f"{before_name}{key}{after_name}{before_value}{line}{value}{line}{end}" for key, value in said.items()
         )

@@ -35,6 +35,15 @@ NO_CALL = "no call at all, but < and <tool and a brace {\n"
 V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ZURICH_JSON}\n```<｜tool▁call▁end｜>"
 V3_NOW = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31_CALL = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ZURICH_JSON}<｜tool▁call▁end｜>"
+D_VALUE = "</｜DSML｜parameter>\n"
+DSML = (
+    '\n<｜DSML｜invoke name="get_weather">\n'
+    f'<｜DSML｜parameter name="city" string="true">7{D_VALUE}<｜DSML｜parameter name="days" string="true">3{D_VALUE}'
+    f'<｜DSML｜parameter name="other" string="true">[1]{D_VALUE}<｜DSML｜parameter name="more" string="false">'
+    f'{{"x": 1}}{D_VALUE}<｜DSML｜parameter name="last" string="false">8{D_VALUE}</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+)
+DSML_CALLS = [("get_weather", {"city": "7", "days": 3, "other": "[1]", "more": {"x": 1}, "last": 8}), ("now", {})]
 CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{NOW_CALL}</tool_call>",
      "Let me look.", "", TWO),
@@ -97,6 +106,40 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("kimi_k2", f"x<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
      f"{ZURICH_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
      "<|tool_calls_section_end|>", "x", "", TWO),
+    ("deepseek_v32", f"<think>a</think>Ok.\n\n<｜DSML｜function_calls>{DSML}</｜DSML｜function_calls>", "Ok.", "a",
+     DSML_CALLS),
+    ("deepseek_v4", f"<｜DSML｜tool_calls>{DSML}</｜DSML｜tool_calls>", "", "", DSML_CALLS),
+    ("gemma4", "<|channel>thought\nSo.\nYes.<channel|>Let me look. <|tool_call>call:get_weather{"
+     'city:<|"|>Paris, France<|"|>,days:42,other:{inner:{<|"|>3<|"|>:<|"|>new<|"|>},'
+     'list:[<|"|>a]b<|"|>,true,3.5]},more:null}<tool_call|><|tool_call>call:now{}<tool_call|>',
+     "Let me look.", "So.\nYes.", [("get_weather", {"city": "Paris, France", "days": 42, "more": None,
+      "other": {"inner": {"3": "new"}, "list": ["a]b", True, 3.5]}}), ("now", {})]),
+    ("gemma4", "<|channel>thousand reasons<channel|>Done", "Done", "thousand reasons", []),
+    ("lfm2", "<|tool_call_start|> [get_weather(city='Martha\\'s', days=3, other={'a': [None, True]}), now()]"
+     "<|tool_call_end|>\nDone.", "\nDone.", "",
+     [("get_weather", {"city": "Martha's", "days": 3, "other": {"a": [None, True]}}), ("now", {})]),
+    ("apertus", f'Sure! <|tools_prefix|>[{{"get_weather": {ZURICH_JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
+     "Sure!", "", TWO),
+    ("apertus", f'<|inner_prefix|>So.<|inner_suffix|><|tools_prefix|>[{{"get_weather": {ZURICH_JSON}}}]',
+     "", "So.", ONE),
+    ("hy_v3", "Checking.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+     "<arg_value>Bei\njing</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+     "<tool_call>now<tool_sep></tool_call>\n</tool_calls>", "Checking.", "",
+     [("get_weather", {"city": "Bei\njing", "days": 3}), ("now", {})]),
+    ("cohere_command3", "<|START_THINKING|> I look.<|END_THINKING|><|START_ACTION|>\n[\n"
+     f'    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ZURICH_JSON}}},\n'
+     '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]\n<|END_ACTION|>', "", " I look.", TWO),
+    ("cohere_command4", "<|START_THINKING|>Hm.<|END_THINKING|>\n<|START_RESPONSE|>It is 9.<|END_RESPONSE|>",
+     "\nIt is 9.", "Hm.", []),
+    ("minicpm5", 'Intro.\n<function name="get_weather"><param name="city">上海</param><param name="days">3</param>'
+     '</function>\n<function name="now"></function>', "Intro.", "",
+     [("get_weather", {"city": "上海", "days": 3}), ("now", {})]),
+    ("solar_open2", "<|think:start|>I use a tool<|think:end|>Sure.<|tool_call:start|>get_weather\n"
+     "<|tool_arg:start|>city<|tool_arg:value|>Seoul<|tool_arg:end|>\n<|tool_call:end|>\n"
+     "<|tool_call:start|>now\n<|tool_call:end|>post", "Sure.", "I use a tool",
+     [("get_weather", {"city": "Seoul"}), ("now", {})]),
+    ("step3p5", "So.\n</think>\nLet me see.<tool_call>\n<function=get_weather>\n<parameter=city>\nDallas\n"
+     "</parameter>\n</function>\n</tool_call>", "Let me see.", "So.", [("get_weather", {"city": "Dallas"})]),
     # --- as the model families' own templates and the public parsers' tests write them
     ("step3", "Hm.</think>Ok.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>get_weather\n"
      '<steptml:invoke name="get_weather"><steptml:parameter name="city"> a\n</steptml:parameter><steptml:parameter '

@@ -101,6 +101,37 @@ def escaped(value: Any) -> str:
     return "[" + ",".join(map(escaped, value)) + "]" if isinstance(value, list) else as_json(value)
 
 
+def dsml(tag: str) -> Callable[[Sequence[Call]], str]:
+    """DeepSeek's, which say of each value whether it is a string."""
+
+    def write(calls: Sequence[Call]) -> str:
+        lines = [f"<｜DSML｜{tag}>"]
+        for name, said in calls:
+            lines.append(f'<｜DSML｜invoke name="{name}">')
+            for key, value in said.items():
+                kind = "true" if isinstance(value, str) else "false"
+                lines.append(f'<｜DSML｜parameter name="{key}" string="{kind}">{as_text(value)}</｜DSML｜parameter>')
+            lines.append("</｜DSML｜invoke>")
+        return "\n".join([*lines, f"</｜DSML｜{tag}>"])
+
+    return write
+
+
+def gemma4(calls: Sequence[Call]) -> str:
+    texts = [f"<|tool_call>call:{name}{escaped(said)}<tool_call|>" for name, said in calls]
+    return "".join(texts).replace("<escape>", '<|"|>')
+
+
+def keyed(calls: Sequence[Call]) -> str:
+    return f"<|tools_prefix|>[{', '.join(as_json({name: said}) for name, said in calls)}]<|tools_suffix|>"
+
+
+def cohere(calls: Sequence[Call]) -> str:
+    said = [{"tool_call_id": str(i), "tool_name": name, "parameters": each} for i, (name, each) in enumerate(calls)]
+    lines = ",\n".join(f"    {as_json(each)}" for each in said)
+    return f"<|START_ACTION|>[\n{lines}\n]<|END_ACTION|>"
+
+
 def functiongemma(calls: Sequence[Call]) -> str:
     return "".join(f"<start_function_call>call:{name}{escaped(said)}<end_function_call>" for name, said in calls)
 
@@ -188,7 +219,26 @@ SEED = xml(
     ("<parameter=", ">", "</parameter>\n"),
     "</function>\n</seed:tool_call>",
 )
+ARGUMENTS = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+SOLAR = ("<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>\n")
+ACTION = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>")
 WAYS = [
+    Way("deepseek_v32", dsml("function_calls"), THINK, thinks=THINK),
+    Way("deepseek_v4", dsml("tool_calls"), THINK, thinks=THINK, is_open=True),
+    Way("gemma4", gemma4, ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        thinks=("<|channel>thought\n", "\n<channel|>")),
+    Way("lfm2", pythonic("<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
+        ("<|tool_call_start|>", "<|tool_call_end|>"), thinks=THINK),
+    Way("apertus", keyed, ("<|tools_prefix|>", "<|tools_suffix|>"), thinks=("<|inner_prefix|>", "<|inner_suffix|>")),
+    Way("hy_v3", xml("<tool_call>", ("", "<tool_sep>\n"), ARGUMENTS, "</tool_call>",
+        around=("<tool_calls>\n", "\n</tool_calls>")), ("<tool_calls>", "</tool_calls>", *CALL, "<tool_sep>"),
+        thinks=THINK),
+    Way("cohere_command3", cohere, ACTION, thinks=ACTION[2:]),
+    Way("minicpm5", xml("", ('<function name="', '">'), ('<param name="', '">', "</param>"), "</function>"),
+        thinks=THINK),
+    Way("solar_open2", xml("<|tool_call:start|>", ("", "\n"), SOLAR, "<|tool_call:end|>"),
+        ("<|tool_call:start|>", "<|tool_call:end|>"), thinks=("<|think:start|>", "<|think:end|>")),
+    Way("step3p5", QWEN, (*CALL, *THINK), thinks=("", "\n</think>\n"), is_open=True),
     Way("granite-20b-fc", each("<function_call> ", ""), ("<function_call>",)),
     Way("internlm", each("<|action_start|><|plugin|>\n", "<|action_end|>", "", "parameters"),
         ("<|action_start|>", "<|plugin|>", "<|action_end|>")),

@@ -15,6 +15,7 @@ from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.pieces import LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
     NoCallError,
+    as_id,
     as_json,
     as_text,
     nest_as_json,
@@ -28,6 +29,8 @@ MOST_SPACE = 1024
 """Most characters of white space that are held back until it is known whether a call follows."""
 _INDEX = re.compile(r":\d+\s*$")
 """The end of a name that is a call's id."""
+_WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
+"""The end of a JSON string, and what begins like one."""
 _OTHER_KEYS = ("type", "id")
 """Keys that may come before a call's name. Any other key means that the object is no call."""
 
@@ -84,10 +87,10 @@ class CallReader(PieceReader):
         else:
             yield from self._json_call()
 
-    def _begin(self, name: str) -> int:
+    def _begin(self, name: str, id: str = "") -> int:
         calls = self._calls
         assert calls is not None
-        name, id = name.strip(), ""
+        name = name.strip()
         needs_tool = self._is_loose
         if calls.name_is_id:
             needs_tool = needs_tool or _INDEX.search(name) is None
@@ -133,7 +136,10 @@ class CallReader(PieceReader):
         calls = self._calls
         assert calls is not None
         yield from self._expect("{")
-        call, name, held = -1, None, ""
+        if calls.name_is_key:
+            yield from self._keyed_call()
+            return
+        call, name, held, id = -1, None, "", ""
         num_calls, needs_arguments = self.num_calls, calls.is_bare or self._is_loose
         while True:
             yield from self._skip_space()
@@ -147,13 +153,15 @@ class CallReader(PieceReader):
                 if key in calls.name_keys and name is None:
                     name = yield from (self._json_name() if needs_arguments else self._json_string())
                     if held:
-                        call = self._begin(name)
+                        call = self._begin(name, id)
                         self._arguments(call, held)
                 elif key in calls.argument_keys and name is None:
                     held = object_of((yield from self._json_whole()))
                 elif key in calls.argument_keys and not held:
                     held = "{}"
-                    call = yield from self._json_arguments(name or "")
+                    call = yield from self._json_arguments(name or "", id)
+                elif key in calls.id_keys and name is None:
+                    id = as_id((yield from self._json_whole()))
                 elif call < 0 and key not in _OTHER_KEYS:
                     raise NoCallError
                 else:
@@ -167,9 +175,20 @@ class CallReader(PieceReader):
         if call < 0:
             if name is None or needs_arguments:
                 raise NoCallError
-            call = self._begin(name)
+            call = self._begin(name, id)
         if not held:
             self._arguments(call, "{}")
+
+    def _keyed_call(self) -> Reads:
+        """The rest of an object {name: arguments}."""
+        yield from self._skip_space()
+        name = yield from self._json_string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        yield from self._skip_space()
+        yield from self._json_arguments(name)
+        yield from self._skip_space()
+        yield from self._expect("}")
 
     def _json_name(self) -> Reads:
         """The name of what may be a call; another object's may be long, and must not be held back."""
@@ -182,15 +201,15 @@ class CallReader(PieceReader):
             raise NoCallError
         return name
 
-    def _json_arguments(self, name: str) -> Reads:
+    def _json_arguments(self, name: str, id: str = "") -> Reads:
         """Emits a call, and its arguments while they arrive; once complete if the object is written as a JSON string.
         Returns the call. Raises NoCallError for arguments that are no object."""
         if (yield from self._begins_object()):
-            call = self._begin(name)
+            call = self._begin(name, id)
             yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is)
             return call
         arguments = object_of((yield from self._json_whole()))
-        call = self._begin(name)
+        call = self._begin(name, id)
         self._arguments(call, arguments)
         return call
 
@@ -264,18 +283,29 @@ class CallReader(PieceReader):
             if not (yield from self._accept_marker(before_name)):
                 break
             key = (yield from self._short_until(after_name)).strip()
+            types = types_of(properties.get(key) or {})
             if before_value:
                 yield from self._skip_space()
+                said_types = yield from self._value_kind(calls)
+                types = types or said_types
                 if not (yield from self._accept_marker(before_value)):
                     raise NoCallError
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
             others = properties.keys() - said
             said.add(key)
-            yield from self._xml_value(call, calls, types_of(properties.get(key) or {}), others)
+            yield from self._xml_value(call, calls, types, others)
         if self._is_over:
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
+
+    def _value_kind(self, calls: CallFormat) -> Reads:
+        """The types that a parameter's markers say its value has; empty if they say none."""
+        for kind, types in zip(calls.value_kinds, (("string",), ("object", "number")), strict=True):
+            if kind and (yield from self._accept(kind)):
+                yield from self._skip_space()
+                return frozenset(types)
+        return frozenset[str]()
 
     def _xml_value(self, call: int, calls: CallFormat, types: frozenset[str], others: Set[str]) -> Reads:
         """Emits a string while it arrives, without the line breaks around it; other values once they are complete. A
@@ -391,20 +421,38 @@ class CallReader(PieceReader):
         self._arguments(call, as_json(scalar))
 
     def _escaped_nest(self, escape: str) -> Reads:
-        """An object or a list, converted to JSON; models also write JSON itself."""
+        """An object or a list, converted to JSON; models also write JSON itself, whose strings may have brackets."""
         parts: list[str] = []
-        markers, depth = make_markers((escape, "{", "}", "[", "]")), 0
+        markers, depth = make_markers((escape, '"', "{", "}", "[", "]")), 0
         while True:
             found = yield from self._until(markers, parts.append)
             if found is None:
                 raise NoCallError
-            if found == escape:
+            if found == escape or (found == '"' and (yield from self._accept_rest(escape, parts))):
                 text: list[str] = []
                 if (yield from self._until(make_markers((escape,)), text.append)) is None:
                     raise NoCallError
                 parts.append(as_text("".join(text)))
                 continue
             parts.append(found)
+            if found == '"':
+                while (inner := (yield from self._until(_WITHIN_STRING, parts.append))) not in (None, '"'):
+                    parts.append(inner)
+                parts.append('"')
+                continue
             depth += 1 if found in "{[" else -1
             if depth == 0:
                 return nest_as_json("".join(parts))
+
+    def _accept_rest(self, escape: str, parts: list[str]) -> Reads:
+        """Whether a quote that was found is the one within `escape`: its beginning ends `parts`, from which it is
+        removed, and its end is taken."""
+        before, quote, after = escape.partition('"')
+        count = len(before)
+        if not quote or not "".join(parts[-count:]).endswith(before) or not (yield from self._accept(after)):
+            return False
+        while count:
+            last = parts.pop()
+            parts += [last[:-count]] if len(last) > count else []
+            count -= min(count, len(last))
+        return True

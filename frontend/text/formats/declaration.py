@@ -33,6 +33,8 @@ class FormatError(HeadraceError, ValueError):
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end: str
     begin: str = ""
+    label: str = ""
+    """Text that may follow `begin`, before the reasoning."""
     starts_open: bool = False
     """Answers begin inside reasoning, whether or not the prompt ends with `begin`."""
     has_lines: bool = False
@@ -56,7 +58,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     is_either: bool = False
     """A call is written as json or as xml."""
     lists: bool = False
-    """One or more calls may be written as a list (json; named_json, whose lists hold objects as in json)."""
+    """One or more calls may be written as a list (json; pythonic in a section; named_json, whose lists hold objects as
+    in json)."""
     section: Pair | None = None
     """Markers around all calls."""
     call: Pair = ("", "")
@@ -77,12 +80,19 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Optional marker after the arguments, before the call's end."""
     parameter: tuple[str, str, str, str] = ("", "", "", "")
     """Markers before and after a parameter's name, and before and after its value (xml)."""
+    value_kinds: Pair = ("", "")
+    """Texts that may follow a parameter's name (xml): its value is a string, or JSON. A type in the schema decides
+    where there is one."""
     values_have_lines: bool = False
     """Line breaks separate a value from its markers (xml)."""
     escape: str = ""
     """Marker before and after a string (escaped)."""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    id_keys: tuple[str, ...] = ()
+    """Keys of the call's id, which comes before its name (json)."""
+    name_is_key: bool = False
+    """An object has the name as its only key, and the arguments as its value (json)."""
     is_bare: bool = False
     """An answer may begin with calls that have no marker."""
     name_is_id: bool = False
@@ -104,6 +114,10 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("calls need a marker (the first of section or of call), or is_bare")
         if self.loose and self.body != "json":
             raise ValueError("loose goes with body json")
+        if (self.name_is_key or self.id_keys) and (self.body != "json" or self.is_bare):
+            raise ValueError("name_is_key and id_keys go with body json and a marker")
+        if any(self.value_kinds) and not (self.body == "xml" and all(self.value_kinds) and self.parameter[2]):
+            raise ValueError("value_kinds are two, and go with body xml and a marker before values")
         if self.is_either and self.body not in ("json", "xml"):
             raise ValueError("is_either goes with body json and xml")
         if (self.body == "xml" or self.is_either) and not (self.parameter[0] and self.parameter[3]):

@@ -79,7 +79,7 @@ class ForcedCalls(Rules):
         start = self._answer()
         if self._thinks_first is not None:
             start = f'{self._text_until("thought", self._thinks_first.end)} "\\n"? "\\n"? {start}'
-        self._rules.append("GAP: /[ \\n]{1,3}/")
+        self._rules.append("GAP: /[ \\n]{1,5}/")
         self._rules.append(f"start: {start}")
         return super().text()
 
@@ -163,6 +163,12 @@ class ForcedCalls(Rules):
 
     def _object(self, function: Mapping[str, Any]) -> str:
         key, name = self._calls.name_keys[0], json.dumps(function["name"], ensure_ascii=False)
+        if self._calls.name_is_key:
+            return f"{literal(f'{{{name}: ')} {self._json(arguments_of(function))} {literal('}')}"
+        if self._calls.id_keys:
+            begin = literal(f'{{"{self._calls.id_keys[0]}": "')
+            named = literal(f'", "{key}": {name}, "{self._calls.argument_keys[0]}": ')
+            return f"{begin} /[0-9]{{1,3}}/ {named} {self._json(arguments_of(function))} {literal('}')}"
         begins = [literal(f'{{"{key}": {name}, "{other}": ') for other in self._calls.argument_keys]
         schema = self._json(arguments_of(function))
         return f"({' | '.join(begins)}) {schema} {literal('}')}"
@@ -181,9 +187,14 @@ class ForcedCalls(Rules):
         before_name, after_name, before_value, after_value = self._calls.parameter
         required, written = schema.get("required") or (), ""
         for name in schema.get("properties") or ():
+            own = _inlined(name, schema)
             begin = literal(before_name + name + after_name)
-            begin += f" GAP? {literal(before_value)}" if before_value else ""
-            value = self._rule("value", self._xml_value(_inlined(name, schema), after_value))
+            if any(self._calls.value_kinds):
+                kind = self._calls.value_kinds["string" not in types_of(own)]
+                begin += f" {literal(f' {kind}{before_value}')}"
+            elif before_value:
+                begin += f" GAP? {literal(before_value)}"
+            value = self._rule("value", self._xml_value(own, after_value))
             written += f" (GAP? {begin} {value})" + ("" if name in required else "?")
         return written
 

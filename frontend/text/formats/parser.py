@@ -192,6 +192,8 @@ class OutputParser(CallReader):
         """Reads reasoning up to its end, or up to a call that the model writes without ending it."""
         self._space, self.is_thinking = "", True
         num_calls, has_lines = self.num_calls, self._reasoning is not None and self._reasoning.has_lines
+        if self._reasoning is not None and self._reasoning.label:
+            yield from self._accept(self._reasoning.label)
         if has_lines:
             yield from self._accept("\n")
         while (marker := (yield from self._until(self._marks.closers, self._think, told=as_it_is))) is not None:

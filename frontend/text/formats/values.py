@@ -19,6 +19,7 @@ _PYTHON_ESCAPES = {
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 
 
+_ID = re.compile(r"[\w.:\-]{1,64}")
 _HALF = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 
@@ -76,6 +77,12 @@ def object_of(text: str) -> str:
     if not isinstance(said, dict):
         raise NoCallError
     return text
+
+
+def as_id(text: str) -> str:
+    """A call's id from its JSON, a string or a number; empty, for which one is made, if it is neither or long."""
+    said = text.strip().strip('"')
+    return said if _ID.fullmatch(said) else ""
 
 
 def nest_as_json(text: str) -> str:
