@@ -124,10 +124,8 @@ class ModelRank(Rank):
                 "expert_placement_strategy=round_robin spreads neighbours"
             )
         self._weights = weights_identity(checkpoint)
-        if spec.has_states and self._device.type != "cpu":
-            raise ModelError(
-                f"{spec.architecture} has layers that keep a state per sequence, which a CPU alone computes"
-            )
+        if spec.cpu_alone and self._device.type != "cpu":
+            raise ModelError(f"{spec.architecture} has {spec.cpu_alone}, which a CPU alone computes")
         groups = kv_cache.cache_groups(
             spec,
             self._options.max_model_len,
@@ -468,4 +466,5 @@ def _why_no_prefix_caching(spec: ArchSpec) -> str:
 
 
 def _why_no_row_inputs(spec: ArchSpec) -> str:
-    return "" if spec.stream is None else "each of its layers reads the token ids, too"
+    reads_ids = spec.stream is not None and spec.stream.table is not None
+    return "each of its layers reads the token ids, too" if reads_ids else ""

@@ -19,7 +19,8 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
     prefix = spec.names.prefix_in(held)
     for index in range(spec.num_layers):
         start = spec.names.layer(prefix, index)
-        found |= _places(spec, spec.stacked, start, weights, held)
+        of_layer = _flat_places if spec.stacked.flat else _places
+        found |= of_layer(spec, index, spec.stacked, start, weights, held)
     if not found:
         return weights
     gone = frozenset(place.stored for place in found.values())
@@ -35,23 +36,46 @@ class _StoredExpert:
     rows: slice
     """Rows in the expert's part of the stored tensor, after the transposition, if any."""
     transposed: bool
+    flat_rows: int = 0
+    """Rows of each expert in a tensor of two dimensions; 0: the first of three dimensions is the experts'."""
 
 
 def _expert(weights: Weights, place: _StoredExpert) -> StoredTensor:
     """An expert's tensor, in floats."""
-    stack = weights.stored(place.stored)
-    whole = stack.shape[:0:-1] if place.transposed else stack.shape[1:]
+    stack, each = weights.stored(place.stored), place.flat_rows or 1
+    own = (each, *stack.shape[1:]) if place.flat_rows else stack.shape[1:]
+    whole = own[::-1] if place.transposed else own
     shape = (len(range(*place.rows.indices(whole[0]))), *whole[1:])
 
     def part(rows: slice | None, columns: slice | None) -> Tensor:
-        found = stack.numbers.part(slice(place.expert, place.expert + 1), None)[0]
+        found = stack.numbers.part(slice(place.expert * each, (place.expert + 1) * each), None)
+        found = found if place.flat_rows else found[0]
         return take_part((found.T if place.transposed else found)[place.rows], shape, rows, columns)
 
     return StoredTensor.plain(shape, stack.format, part)
 
 
+def _flat_places(
+    spec: ArchSpec, index: int, stacked: StackedExperts, start: str, weights: Weights, held: frozenset[str]
+) -> dict[str, _StoredExpert]:
+    """As `_places`, of tensors of two dimensions."""
+    names, found, ffn = spec.names, dict[str, _StoredExpert](), spec.layers[index].ffn
+    count = getattr(ffn, "num_experts", 0)
+    tensors = ((names.expert_gate, stacked.gate_up), (names.expert_up, stacked.up), (names.expert_down, stacked.down))
+    for part, stored in tensors:
+        if not count or start + stored not in held:
+            continue
+        shape, rows = weights.shape(start + stored), count * ffn.inner
+        if len(shape) != 2 or shape[0] != rows:
+            raise ModelError(f"weight {start}{stored} has shape {list(shape)}, but the config needs {rows} rows")
+        for expert in range(count):
+            own, down = f"{start}{names.experts}.{expert}.{part}.weight", stored == stacked.down
+            found[own] = _StoredExpert(start + stored, expert, slice(None), down, flat_rows=ffn.inner)
+    return found
+
+
 def _places(
-    spec: ArchSpec, stacked: StackedExperts, start: str, weights: Weights, held: frozenset[str]
+    spec: ArchSpec, index: int, stacked: StackedExperts, start: str, weights: Weights, held: frozenset[str]
 ) -> dict[str, _StoredExpert]:
     """Places of the experts of one layer, whose names begin with `start`. Raises ModelError."""
     names, found = spec.names, dict[str, _StoredExpert]()
@@ -67,9 +91,11 @@ def _places(
         gates, ups = (slice(0, inner), slice(inner, None))
         if stacked.alternating:
             gates, ups = slice(0, None, 2), slice(1, None, 2)
+        if stacked.up:
+            gates = ups = slice(None)
         parts = (
             (names.expert_gate, gate_up, gates),
-            (names.expert_up, gate_up, ups),
+            (names.expert_up, stacked.up or gate_up, ups),
             (names.expert_down, down, slice(None)),
         )
         for expert in range(shape[0]):

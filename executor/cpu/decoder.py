@@ -51,7 +51,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
     if spec.uses_prompt_lens:
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
     if spec.stream is not None:
-        return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
+        return spec.stream.why_no_program
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
         if reason := block.why_no_program(spec, place.tp_size):
             return reason

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
     from headrace.executor.models.heads import Classifier
 
-RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
 
 
@@ -43,6 +43,8 @@ class RopeSpec:
     """Divisor of each frequency, [rotary_dim / 2], in contexts up to original_max_positions: longrope."""
     long_divisors: tuple[float, ...] = ()
     """Divisors for longer contexts; `ArchSpec.for_context` chooses between the two."""
+    turned_dim: int = 0
+    """Number of dimensions that turn, of rotary_dim ones by which the frequencies are spread: proportional."""
     interleaved: bool = False
     """Whether the checkpoint rotates dimension 2i with 2i + 1. Its rows are then reordered on reading, so that all
     computation rotates dimension i with i + rotary_dim / 2."""
@@ -169,6 +171,10 @@ class StackedExperts:
     """Whether the tensors are stored as [num_experts, columns, rows]."""
     alternating: bool = False
     """Whether the gate's and the up projection's rows alternate in `gate_up`."""
+    up: str = ""
+    """The up projection's matrices, where `gate_up` has the gate's alone."""
+    flat: bool = False
+    """Whether the tensors are [num_experts * inner, hidden]: the rows of all gates (or ups, or transposed downs)."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +295,7 @@ class ArchSpec:
     """(name of a layer's weight, factor), by which the weight is multiplied on reading. The names are complete."""
     stacked: StackedExperts | None = None
     stream: Stream | None = None
-    """Replaces the residual stream of one row of hidden values per token. It needs norm_placement "sandwich"."""
+    """Replaces the residual stream of one row of hidden values per token. It needs its own norm_placement."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "max_positions"):
@@ -307,7 +313,7 @@ class ArchSpec:
             self._require(not block.problem(), block.problem())
         if self.stream is not None:
             self._require(not self.stream.problem(), self.stream.problem())
-            self._require(self.norm_placement == "sandwich", "a stream of several rows needs norms on both sides")
+            self._require(self.norm_placement == self.stream.placement, "the stream needs norms in other places")
         self._check_shared_caches()
         attention = [mixer for mixer in self.mixers if mixer.cache is not None]
         heads = sorted({mixer.num_heads for mixer in attention})
@@ -342,6 +348,10 @@ class ArchSpec:
                 rope.original_max_positions >= 1,
                 f"{rope.kind} rope needs the original context's length, got {rope.original_max_positions}",
             )
+        self._require(
+            rope.kind != "proportional" or 0 <= rope.turned_dim <= rope.rotary_dim,
+            f"{rope.turned_dim} of {rope.rotary_dim} dimensions cannot turn",
+        )
         self._require(rope.kind != "dynamic" or rope.rotary_dim > 2, "dynamic rope needs more than 2 rotary dimensions")
         self._require(
             rope.kind != "llama3" or rope.high_freq_factor >= rope.low_freq_factor > 0,
@@ -439,6 +449,13 @@ class ArchSpec:
     def own_states(self, tp_size: int) -> tuple[tuple[Kept, ...], ...]:
         """What each layer keeps per sequence on one of `tp_size` ranks; empty for a layer that only caches tokens."""
         return tuple(layer.mixer.state(tp_size) for layer in self.for_ranks(tp_size).layers)
+
+    @property
+    def cpu_alone(self) -> str:
+        """What of the model a CPU alone computes so far, as the object of a sentence; "" if GPUs compute all."""
+        if self.has_states:
+            return "layers that keep a state per sequence"
+        return next((mixer.cpu_alone for mixer in self.mixers if mixer.cpu_alone), "")
 
     @property
     def has_states(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +161,9 @@ class Decoder:
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
         keys = replica_keys(inputs.token_ids, inputs.positions) if self.balanced else None
-        steps = [SharedInputs(batch, cos_sin, keys, inputs.states, inputs.adapters) for batch in inputs.batches]
+        memo: dict[str, Any] = {}
+        shared = cos_sin, keys, inputs.states, inputs.adapters, memo
+        steps = [SharedInputs(batch, *shared) for batch in inputs.batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
         if not self._place.is_last_stage:

@@ -7,7 +7,7 @@ Only a `LinearWeight`, which the kernel registry's `linear` op packs, knows the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -71,6 +71,8 @@ class SharedInputs:
     """For layers that keep a state per sequence."""
     adapters: TokenAdapters | None = None
     """None where no token has any."""
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What layers leave to later layers of the same pass, whatever their cache group."""
 
 
 class EagerNorm:
@@ -401,18 +403,30 @@ class EagerLatent:
     def __call__(self, query: Tensor, latent: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         """query [num_tokens, heads * (nope_dim + rope_dim)], latent [num_tokens, latent_dim + rope_dim] ->
         [num_tokens, heads * value_dim]"""
+        query, vector = self.rotated(query, latent, step)
+        self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
+        attended = self._attend(query, self._up, cache.keys, step.batch, self._params, cache.scales)
+        return attended.reshape(len(query), -1)
+
+    def rotated(self, query: Tensor, latent: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
+        """[num_tokens, heads, nope_dim + rope_dim] and, for the cache, [num_tokens, 1, latent_dim + rope_dim]; the
+        last rope_dim dimensions are rotated."""
         declared = self._declared
         query = query.view(len(query), self._num_heads, -1)
         queries, q = query.split((declared.nope_dim, declared.rope_dim), dim=-1)
         compressed, k = latent[:, None].split((declared.latent_dim, declared.rope_dim), dim=-1)
-        if declared.interleaved:  # both are reordered alike, so their products do not change
-            q, k = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (q, k))
-        q, k = self._rotate(q.contiguous(), k.contiguous(), *step.cos_sin[self._rope_index])
-        vector = torch.cat([compressed, k], dim=-1)
-        self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
-        query = torch.cat([queries, q], dim=-1)
-        attended = self._attend(query, self._up, cache.keys, step.batch, self._params, cache.scales)
-        return attended.reshape(len(query), -1)
+        q, k = self._turned(q, k, step, pairs=declared.interleaved)
+        return torch.cat([queries, q], dim=-1), torch.cat([compressed, k], dim=-1)
+
+    def _turned(self, query: Tensor, key: Tensor, step: SharedInputs, *, pairs: bool) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys. pairs: dimension 2i is rotated with 2i + 1; both are then reordered alike, so that
+        their products do not change."""
+        if pairs:
+            query, key = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (query, key))
+        turned: tuple[Tensor, Tensor] = self._rotate(
+            query.contiguous(), key.contiguous(), *step.cos_sin[self._rope_index]
+        )
+        return turned
 
 
 class EagerExperts:
@@ -428,6 +442,9 @@ class EagerExperts:
             gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
+        if declared.scales is not None:
+            scales = weights.read(declared.scales, prefix)[list(experts)]
+            down *= scales[:, None, None]
         places, self._loads = weights.expert_places(declared)
         self._places = None if places is None else places.to(weights.device)
         self.are_divided = places is not None
@@ -626,6 +643,8 @@ class Layer:
         spec = self._spec
         # Fused kernels support RMS norms before the blocks only, and no sum over ranks between product and addition.
         if spec.norm.kind != "rms" or spec.norm_placement != "pre" or self._place.world_size > 1:
+            return 0
+        if spec.stream is not None:
             return 0
         rows = []
         for held in (*self._held.mixer.values(), *self._held.ffn.values()):

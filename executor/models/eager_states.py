@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
+from headrace.executor.models.blocks.gated_lru import Lru
 from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
@@ -18,6 +19,7 @@ from headrace.executor.models.blocks.selective import SelectiveScan
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager import EagerWeights, SharedInputs
 from headrace.executor.models.reading import CheckedWeights, own_part
+from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.rotary_cache import LayerCache
 from headrace.kernels.reference.selective import SelectiveParams
@@ -174,4 +176,19 @@ class EagerSelectiveScan:
         self, x: Tensor, steps: Tensor, shared: Tensor, gate: Tensor, step: SharedInputs, cache: LayerCache
     ) -> Tensor:
         result: Tensor = self._scan(x, steps, shared, gate, self._params, step.states, cache.state)
+        return result
+
+
+class EagerLru:
+    """An `Lru`'s gates with its kernel."""
+
+    def __init__(self, weights: EagerWeights, declared: Lru, prefix: str) -> None:
+        values, dim = {key: weights.values(each, prefix) for key, each in declared.vectors().items()}, declared.head_dim
+        matrices = {f"{key}_weight": values[f"{key}_weight"].view(-1, dim, dim) for key in ("input", "recurrence")}
+        biases = {f"{key}_bias": values[f"{key}_bias"].view(-1, 1, dim) for key in ("input", "recurrence")}
+        self._params = GatedLruParams(decay=values["decay"], **matrices, **biases)
+        self._recur = weights.kernel("gated_lru")
+
+    def __call__(self, x: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        result: Tensor = self._recur(x, self._params, step.states, cache.state)
         return result

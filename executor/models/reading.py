@@ -111,6 +111,8 @@ class CheckedWeights:
         self._names = source.names()
         logger.debug("rank %d reads %s", place.rank, source)
         self._used: set[str] = set()
+        self.tied: dict[tuple[str, Declared], Any] = {}
+        """What several layers share, by the prefix of the layer that has it in the checkpoint."""
         self._fused: tuple[Fused, ...] = ()
         self.adapters: AdapterLimits | None = None
         """None: no adapters change the model's layers."""
@@ -291,7 +293,8 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
     if (stream := spec.stream) is not None and not place.is_first_stage:
-        excused += (prefix + stream.table.name, *_stems(stream.declare_beginning(spec), prefix))
+        table = () if stream.table is None else (prefix + stream.table.name,)
+        excused += (*table, *_stems(stream.declare_beginning(spec), prefix))
     if stream is not None and not place.is_last_stage:
         excused += _stems(stream.declare_end(spec), prefix)
     others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]

@@ -18,6 +18,9 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
         return torch.zeros_like(base)
     if rope.kind == "linear":
         return base / rope.factor
+    if rope.kind == "proportional":
+        turns = torch.arange(rope.rotary_dim // 2) < rope.turned_dim // 2
+        return base / rope.factor * turns
     if rope.kind == "llama3":
         return _llama3(rope, base)
     if rope.kind == "yarn":

@@ -51,8 +51,8 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
         yield from Linear(((prefix + names.project_in, hidden),), width).weights()
         yield from Linear(((prefix + names.project_out, width),), hidden).weights()
     if (stream := spec.stream) is not None:
-        table = stream.table
-        yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")
+        if (table := stream.table) is not None:
+            yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")
         for declared in (*stream.declare_beginning(spec).values(), *stream.declare_end(spec).values()):
             yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
     if spec.final_norm:

@@ -117,19 +117,18 @@ class EagerStream:
         self._stream, self._place = stream, weights.place
         self._table: VocabParallelEmbedding | None = None
         self._beginning, self._end = dict[str, Any](), dict[str, Any]()
-        table = stream.table
-        self._table_size, scale = table.vocab_size, float(torch.tensor(table.scale, dtype=weights.dtype))
-        shape = (table.vocab_size, table.width)
         if weights.place.is_first_stage:
-            self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
+            if (table := stream.table) is not None:
+                self._table_size, scale = table.vocab_size, float(torch.tensor(table.scale, dtype=weights.dtype))
+                shape = (table.vocab_size, table.width)
+                self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
             self._beginning = {key: weights.read(each, prefix) for key, each in stream.declare_beginning(spec).items()}
         if weights.place.is_last_stage:
             self._end = {key: weights.read(each, prefix) for key, each in stream.declare_end(spec).items()}
 
     def begin(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [num_tokens] int64, embedded [num_tokens, hidden] -> the stream"""
-        assert self._table is not None, "the first stage has the table"
-        inputs = self._table(token_ids * (token_ids < self._table_size))
+        inputs = None if self._table is None else self._table(token_ids * (token_ids < self._table_size))
         result: Tensor = self._stream.begin(EagerOps(self._place), self._beginning, embedded, inputs)
         return result
 

@@ -86,9 +86,14 @@ def check_shares(spec: ArchSpec, place: RankCoordinates) -> None:
     """Raises ModelError or OptionError, with the numbers, where the rank of this place cannot have its own part."""
     spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)
-    if spec.stream is not None:
+    if spec.stream is not None and spec.stream.table is not None:
         place.vocabulary(spec.stream.table.vocab_size)
     own = place.layers(spec.num_layers)
+    if own and spec.layers[own.start].mixer.follows:
+        raise OptionError(
+            f"layer {own.start} of this {spec.architecture} attends to the keys that a layer of another stage chose: "
+            "pipeline_layer_partition must begin each stage with a layer that chooses"
+        )
     sources = [source for layer in own if (source := spec.layers[layer].cache_of) is not None]
     if sources and min(sources) not in own:
         first = min(source for layer in spec.layers if (source := layer.cache_of) is not None)

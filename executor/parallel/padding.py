@@ -144,7 +144,10 @@ def padded_for(
             )
             if was != now
         )
-        logger.warning("%d ranks cannot share each layer evenly, so zeros are added: it has %s", place.tp_size, said)
+        if said:
+            logger.warning(
+                "%d ranks cannot share each layer evenly, so zeros are added: it has %s", place.tp_size, said
+            )
     return padded, padded_weights(source, spec, padded)
 
 

@@ -65,7 +65,7 @@ def latent_attention(
     long = [seq for seq, end in enumerate(lens) if end and starts[seq + 1] - starts[seq] >= least]
     out = torch.zeros(*query.shape[:2], up.values.shape[2], dtype=query.dtype, device=query.device)
     if len(long) < len(lens):
-        short = _without(batch, long) if long else batch
+        short = without_sequences(batch, long) if long else batch
         out = project_values(paged_attention(absorb(query, up), cache, cache, short, params, scales), up)
     for seq in long:
         tokens = slice(starts[seq], starts[seq + 1])
@@ -91,7 +91,7 @@ def project_values(attended: Tensor, up: LatentUp) -> Tensor:
     return torch.bmm(compressed.transpose(0, 1), up.values).transpose(0, 1)
 
 
-def _without(batch: PagedBatch, sequences: list[int]) -> PagedBatch:
+def without_sequences(batch: PagedBatch, sequences: list[int]) -> PagedBatch:
     """The batch with these sequences turned into padding."""
     key = ("latent", len(sequences))  # all layers of a model leave out the same sequences
     if key not in batch.memo:

@@ -90,7 +90,7 @@ def config_of(tiny: TinyModel) -> dict[str, Any]:
 
 def on_gpu(spec: ArchSpec) -> str:
     """What computes the ops that have Triton kernels, asked as a GPU's rank asks when it reads the model."""
-    if spec.has_states:
+    if spec.cpu_alone:
         return "no"
     refused = set[str]()
 

@@ -34,6 +34,7 @@ LISTS = {
     "no_rope_layers": {"no_rope_layer_interval"},
     "mlp_layer_types": {"first_k_dense_replace", "moe_layer_freq"},
     "moe_layers": {"interleave_moe_layer_step"},
+    "indexer_types": {"index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"},
 }
 """Keys that list the layers, and those from which a config without them derives these."""
 OF_NO_EFFECT = {
@@ -65,6 +66,7 @@ OF_NO_EFFECT = {
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},
+    "gemma4_experts": {"use_double_wide_mlp"},  # no layer reads the cache of another
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
 }
 """Keys that the family reads and that change nothing in one of these configs."""
@@ -185,7 +187,7 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
     caplog.set_level(logging.ERROR)
     _walk(name, config)
     if (
-        not name.startswith(("gemma3n", "granite_hybrid")) and LISTS.keys() & config.keys()
+        not name.startswith(("gemma3n", "gemma4", "granite_hybrid")) and LISTS.keys() & config.keys()
     ):  # of that one, other lists have the lengths of layers; of the other, all layers are recurrent without the list
         older = {key: value for key, value in config.items() if key not in LISTS}
         _walk(name, older | {"num_hidden_layers": 8})

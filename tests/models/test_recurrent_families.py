@@ -98,7 +98,8 @@ def expect_answers_with_little_memory(folder: Path, name: str, **options: Any) -
     blocks = tiny_models.blocks_of_one_request(path, TIGHT) + groups[-1].pages + 3
     with LLM(str(path), **TIGHT, num_gpu_blocks_override=blocks, **options) as llm:
         outputs = generate_all_at_once(llm, shared_prefix(128), PARAMS)
-    if len(groups) > 1:  # a state alone has one size, whatever the number of tokens
+    # A state alone has one size, whatever the number of tokens, and windows give blocks back.
+    if len(groups) > 1 and not any(group.window for group in groups):
         assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     expect_answers(name, shared_prefix(128), outputs)
 

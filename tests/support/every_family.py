@@ -26,6 +26,10 @@ STORED_OTHERWISE = "MistralConsolidated"
 """Quantised files of Mistral's own layout are refused: tests/checkpoints/test_mistral_files.py."""
 
 
+NOT_QUANTISED = ("DbrxForCausalLM", "Zamba2ForCausalLM")
+"""Whose experts have no matrices of their own in files, and whose adapters are named as entries of a list."""
+
+
 def _save_tiny(tiny: TinyModel, folder: Path) -> None:
     tiny_models.make(tiny).save_pretrained(folder)
 
@@ -41,7 +45,8 @@ def _every() -> dict[str, Callable[[Path], None]]:
             found.setdefault(tiny.model_class, partial(_save_tiny, tiny))
     for name, published in PUBLISHED.items():
         found.setdefault(published.architecture, partial(_save_published, name))
-    del found[STORED_OTHERWISE]
+    for name in (STORED_OTHERWISE, *NOT_QUANTISED):
+        del found[name]
     return found
 
 

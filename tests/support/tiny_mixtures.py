@@ -16,6 +16,8 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }  # fmt: skip
+# With few index heads many scores are 0, and transformers chooses any of equal ones.
+INDEXED = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "max_position_embeddings": 1024}
 PHIMOE_LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "short_mscale": 1.2, "long_mscale": 1.2,
@@ -59,4 +61,23 @@ FAMILIES: dict[str, TinyModel] = {
         no_rope_layers=[0, 1],
     ),
     "gpt_oss": tiny("GptOss", head_dim=16, sliding_window=20, rope_parameters=YARN, **EXPERTS),
+    "exaone_moe": tiny(
+        "ExaoneMoe", layer_types=["sliding_attention", "full_attention"], num_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, n_group=4, topk_group=2, num_shared_experts=2, sliding_window=20,
+    ),
+    "dbrx": tiny(
+        "Dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=128,
+        attn_config={"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
+    ),
+    "mimo_v2": tiny(
+        "MiMoV2Flash", layer_types=["full_attention", "sliding_attention"],
+        head_dim=24, v_head_dim=8, sliding_window=20, attention_bias=True, n_routed_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, max_position_embeddings=1024,
+    ),
+    "deepseek_v32": tiny("DeepseekV32", **LATENT, **(DEEPSEEK | INDEXED)),
+    "glm_moe_dsa": tiny(
+        "GlmMoeDsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], **LATENT,
+        **(DEEPSEEK | INDEXED),
+    ),
 }  # fmt: skip

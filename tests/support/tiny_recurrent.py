@@ -107,4 +107,12 @@ FAMILIES: dict[str, TinyModel] = {
         "OlmoHybrid", num_hidden_layers=4, linear_key_head_dim=8, linear_value_head_dim=8,
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
+    "recurrent_gemma": tiny(
+        "RecurrentGemma", 0.02, num_hidden_layers=4, lru_width=48, attention_window_size=20, attention_bias=True,
+    ),
+    "zamba2": tiny(
+        "Zamba2", num_hidden_layers=6, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"],
+        n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=2, num_key_value_heads=4, num_mem_blocks=2, adapter_rank=6,
+        use_shared_attention_adapter=True, use_mem_rope=True, chunk_size=16,
+    ),
 }  # fmt: skip

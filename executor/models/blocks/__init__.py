@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
+from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable, Placement
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 if TYPE_CHECKING:
@@ -226,8 +226,12 @@ class ExpertStack(Declared):
     inner: Axis
     activation: str
     bias: bool = False
+    scales: Vector | None = None
+    """Multiplies each expert's results, op by op."""
 
     def weights(self) -> Iterator[Weight]:
+        if self.scales is not None:
+            yield from self.scales.weights()
         for gate, up, down in zip(self.gates, self.ups, self.downs, strict=True):
             yield Weight(f"{gate}.weight", (self.inner, self.hidden), "expert")
             yield Weight(f"{up}.weight", (self.inner, self.hidden), "expert")
@@ -414,6 +418,14 @@ class Mixer(Block):
     """The kind of cache groups that keeps its tokens (`core/schedule/groups/`). Empty: full, or sliding_window, as its
     window says. A mixer of another kind has as its window the most tokens back that it reads, or None."""
 
+    cpu_alone: ClassVar[str] = ""
+    """What about it only a CPU computes so far, as the object of a sentence; empty if GPUs compute it."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it reads what an earlier layer left in the same pass, which must be of the same stage."""
+        return False
+
     @property
     def cache(self) -> TokenCache | None:
         """What it caches per token; None if it keeps a state."""
@@ -459,9 +471,17 @@ class Stream:
     surrounds both blocks of each layer. It runs op by op, undivided on each rank of a stage. Subclasses are frozen
     dataclasses of numbers."""
 
+    placement: ClassVar[Placement] = "sandwich"
+    """The norms that its layers have."""
+
     @property
-    def table(self) -> LayerTable:
-        """The second embedding table, which gives the `inputs` of `begin`."""
+    def why_no_program(self) -> str:
+        """Why a CPU program cannot compute it, as a sentence."""
+        return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
+
+    @property
+    def table(self) -> LayerTable | None:
+        """The second embedding table, which gives the `inputs` of `begin`; None: there is none."""
         raise NotImplementedError
 
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
@@ -480,8 +500,9 @@ class Stream:
         """What `emit_layer` reads besides the layer's blocks and norms. Names are relative to the layer's prefix."""
         raise NotImplementedError
 
-    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value) -> Value:
-        """embedded [num_tokens, hidden], inputs [num_tokens, table.width] -> the stream, [num_tokens, width(0)]"""
+    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
+        """embedded [num_tokens, hidden], inputs [num_tokens, table.width] or, without a table, None -> the stream,
+        [num_tokens, width(0)]"""
         raise NotImplementedError
 
     def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:

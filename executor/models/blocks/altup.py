@@ -11,6 +11,7 @@ from typing import Any
 from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.executor.models.blocks import Declared, LayerHeld, LayerOps, Linear, Norm, Ops, Stream, Value, Vector
 from headrace.executor.models.blocks.dense import Activation
+from headrace.executor.models.blocks.layer_inputs import declared_input, declared_inputs, projected_inputs
 
 LEAST_SQUARE = 1e-5
 """Lower bound of a projected row's mean square, by which is divided."""
@@ -48,8 +49,7 @@ class AltUp(Stream):
         hidden, others = self.hidden, range(self.num_rows - 1)
         return {
             "rows": Linear(tuple((f"altup_projections.{index}", hidden) for index in others), hidden),
-            "inputs": Linear((("per_layer_model_projection", self.num_layers * self.input_size),), hidden),
-            "inputs_norm": Norm.of(spec, "per_layer_projection_norm", self.input_size),
+            **declared_inputs(spec, self.num_layers, self.input_size),
         }
 
     def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
@@ -70,19 +70,15 @@ class AltUp(Stream):
             "left": Linear((("laurel.linear_left", self.laurel_rank),), hidden),
             "right": Linear((("laurel.linear_right", hidden),), self.laurel_rank),
             "laurel_norm": Norm.of(spec, "laurel.post_laurel_norm", hidden),
-            "gate": Linear((("per_layer_input_gate", self.input_size),), hidden, activation=self.activation),
-            "input": Linear((("per_layer_projection", hidden),), self.input_size),
-            "input_norm": Norm.of(spec, "post_per_layer_input_norm", hidden),
+            **declared_input(spec, self.input_size, self.activation),
         }
         if self.scales_active:
             found["active_scale"] = Vector("altup.correct_output_scale", hidden)
         return found
 
     def begin(self, ops: Ops, held: Mapping[str, Any], embedded: Value, inputs: Value) -> Value:
-        projected = ops.linear(held["inputs"], embedded)
-        projected = ops.call(lambda x: (x * self.hidden**-0.5).reshape(-1, self.input_size), projected)
-        normed = ops.norm(held["inputs_norm"], projected)
-        return ops.call(self._first, embedded, ops.linear(held["rows"], embedded), normed, inputs)
+        inputs = projected_inputs(ops, held, embedded, inputs, self.input_size)
+        return ops.call(self._first, embedded, ops.linear(held["rows"], embedded), inputs)
 
     def end(self, ops: Ops, held: Mapping[str, Any], x: Value) -> Value:
         rows = ops.call(self._rows, x)
@@ -130,16 +126,16 @@ class AltUp(Stream):
         """x: a stream -> [num_tokens, num_rows, hidden]"""
         return x[:, : self.num_rows * self.hidden].unflatten(-1, (self.num_rows, self.hidden))
 
-    def _first(self, embedded: Value, projected: Value, normed: Value, inputs: Value) -> Value:
-        """embedded [num_tokens, hidden], projected [num_tokens, (num_rows - 1) * hidden], normed [num_tokens *
-        num_layers, input_size], inputs [num_tokens, num_layers * input_size] -> the stream"""
+    def _first(self, embedded: Value, projected: Value, inputs: Value) -> Value:
+        """embedded [num_tokens, hidden], projected [num_tokens, (num_rows - 1) * hidden], inputs [num_tokens,
+        num_layers * input_size] -> the stream"""
         width = self.num_rows * self.hidden
         x = embedded.new_empty(len(embedded), width + inputs.shape[-1])
         x[:, : self.hidden] = embedded
         rows = self._rows(x)
         for index in range(1, self.num_rows):
             rows[:, index] = _as_large(projected[:, (index - 1) * self.hidden : index * self.hidden], embedded)
-        x[:, width:] = (normed.view(inputs.shape) + inputs) * 2**-0.5
+        x[:, width:] = inputs
         return x
 
     def _predicted(self, x: Value, shares: Value) -> Value:

@@ -52,6 +52,8 @@ class Attention(Mixer):
     """False: a token attends to the tokens after it too."""
     distance_bias: tuple[int, int, int] | None = None
     """num_buckets, most_distance and reach of a `DistanceBias`; None: there is none."""
+    value_dim: int | None = None
+    """Dimensions of a value head in the checkpoint, to which zeros are added up to head_dim; None: it has head_dim."""
     gated: bool = False
     """Whether the heads' results are multiplied by the sigmoid of a further projection of the layer's input."""
 
@@ -63,7 +65,11 @@ class Attention(Mixer):
         names, hidden = spec.names, spec.hidden_size
         queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
         keys = Axis(self.num_kv_heads * self.head_dim, unit=self.head_dim)
-        matrices = ((names.query, queries), (names.key, keys), (names.value, keys))
+        values, results = keys, queries
+        if (dim := self.value_dim) is not None:
+            values = Axis(self.num_kv_heads * dim, unit=dim, groups=self.num_kv_heads)
+            results = Axis(self.num_heads * dim, unit=dim, groups=self.num_heads)
+        matrices = ((names.query, queries), (names.key, keys), (names.value, values))
         head_norms = dict[str, Norm]()
         found: dict[str, Declared] = {"qkv": Linear(matrices, hidden, self.bias)}
         if self.qk_norm == "head":
@@ -87,7 +93,7 @@ class Attention(Mixer):
             query_norm=head_norms.get("query_norm"),
             key_norm=head_norms.get("key_norm"),
         )
-        found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
+        found["output"] = Linear(((names.output, hidden),), results, self.output_bias)
         if self.gated:
             found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias)
             found["gating"] = OutputGate("sigmoid")
@@ -125,11 +131,20 @@ class Attention(Mixer):
         else:
             kv_heads = next(n for n in range(self.num_kv_heads, tp_size + 1) if tp_size % n == 0)
             group = rounded_up(group, tp_size // kv_heads)
+        if self.value_dim is not None and (kv_heads, group) != (self.num_kv_heads, own):
+            raise ModelError(
+                f"{tp_size} ranks cannot share {self.num_heads} attention and {self.num_kv_heads} key/value heads "
+                "evenly, and values with fewer dimensions than keys leave no padding; choose a divisor of both"
+            )
         slopes = [self.alibi[i * own : (i + 1) * own] for i in range(self.num_kv_heads)] if self.alibi else []
         padded = [(*each, *(0.0,) * (group - own)) for each in slopes]
         padded += [(0.0,) * group] * (kv_heads - self.num_kv_heads if slopes else 0)
         return replace(
-            self, num_heads=kv_heads * group, num_kv_heads=kv_heads, alibi=tuple(s for each in padded for s in each)
+            self,
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            alibi=tuple(s for each in padded for s in each),
+            value_dim=None if self.value_dim is None else self.head_dim,
         )
 
     def _distance_bias(self, name: str) -> DistanceBias | None:
@@ -149,6 +164,8 @@ class Attention(Mixer):
                 return f"{name} must be at least 1, got {getattr(self, name)}"
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+        if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
+            return f"values of {self.value_dim} dimensions; there must be at least 1 and at most {self.head_dim}"
         positive = {"attention_scale": self.scale, "attention_soft_cap": self.soft_cap, "clip_qkv": self.clip_qkv}
         for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:

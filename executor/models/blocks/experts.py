@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import (
@@ -83,7 +83,7 @@ class Experts(Ffn):
             found.append(ops.experts(held["shared"], x, ops.linear(held["shared_router"], x), SHARED))
         return found
 
-    def for_ranks(self, tp_size: int, inner_block: int) -> Experts:
+    def for_ranks(self, tp_size: int, inner_block: int) -> Self:
         """Pads inner sizes, since each rank has a share of each expert's inner columns, and the whole router."""
         if tp_size == 1:
             return self

@@ -35,6 +35,7 @@ ROPE_KINDS: dict[str, RopeKind] = {
     "yarn": "yarn",
     "longrope": "longrope",
     "su": "longrope",
+    "proportional": "proportional",
 }
 
 
@@ -144,6 +145,8 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
         return RopeSpec(theta, rotary_dim)
     if kind == "linear":
         return RopeSpec(theta, rotary_dim, kind, factor=_factor(given))
+    if kind == "proportional":
+        return RopeSpec(theta, head_dim, kind, factor=_factor(given, 1.0), turned_dim=rotary_dim // 2 * 2)
     max_positions = integer(config, "max_position_embeddings")
     if kind == "longrope":
         return _longrope(config, given, theta, rotary_dim)
@@ -288,6 +291,19 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     return types[:num_layers]
 
 
+def layer_configs(config: Config, count: int, *keys: str) -> list[Config]:
+    """The config as each layer has it, where its `per_layer_config` has other values of these keys for some. Raises
+    ModelError."""
+    found, given = [config] * count, config.section("per_layer_config")
+    for name in given:
+        own = given.section(name)
+        if not name.isdecimal() or int(name) >= count or (others := set(own) - set(keys)):
+            said = ", ".join(sorted(others)) if name.isdecimal() and int(name) < count else "no layer"
+            raise ModelError(f"the config's per_layer_config has {said} at {name!r:.80}; known: {', '.join(keys)}")
+        found[int(name)] = config | dict(own)
+    return found
+
+
 def text_part(config: Config) -> Config:
     """The config of a multimodal checkpoint's language model; the config itself if it is that. Whether the head is tied
     is said outside of the section, as transformers reads it, or inside."""
@@ -410,7 +426,8 @@ def corrected_routing(config: Config) -> Routing:
 def mixture_after_dense(
     config: Config, routing: Routing, *, correction: bool = True, default_dense: int = 0
 ) -> Callable[[int], Ffn]:
-    """DeepSeek's FFNs by layer index: first some dense layers, then mixtures with shared experts."""
+    """DeepSeek's FFNs by layer index: first some dense layers, then mixtures with shared experts; or as
+    `mlp_layer_types` says."""
     inner = integer(config, "moe_intermediate_size")
     mixture = Experts(
         integer(config, "n_routed_experts"),
@@ -421,8 +438,20 @@ def mixture_after_dense(
         shared_gate=False,
         correction="vector" if correction else "no",
     )
-    first, step = integer(config, "first_k_dense_replace", default_dense), integer(config, "moe_layer_freq", 1)
-    return lambda index: mixture if index >= first and index % step == 0 else dense(config)
+    routes = routed_layers(config, default_dense)
+    return lambda index: mixture if routes[index] else dense(config)
+
+
+def routed_layers(config: Config, default_dense: int) -> list[bool]:
+    """Whether each layer has experts: the config's `mlp_layer_types`, else each `moe_layer_freq`th layer after the
+    first `first_k_dense_replace` ones. Raises ModelError."""
+    count, first = integer(config, "num_hidden_layers"), integer(config, "first_k_dense_replace", default_dense)
+    step, given = integer(config, "moe_layer_freq", 1), config.get("mlp_layer_types")
+    if given is None:
+        return [index >= first and index % max(1, step) == 0 for index in range(count)]
+    if not isinstance(given, list) or len(given) < count or set(map(str, given)) - {"dense", "sparse"}:
+        raise ModelError(f"the config's mlp_layer_types must list dense or sparse for each layer, got {given!r:.80}")
+    return [each == "sparse" for each in given[:count]]
 
 
 def further_layers(config: Config) -> WeightNames:

@@ -14,7 +14,8 @@ from headrace.executor.models.families._config import (
 from headrace.ipc.failure import ModelError
 
 
-def build(config: Config) -> ArchSpec:
+def positions_of(config: Config) -> list[Positions]:
+    """Of each layer: windows where `layer_types` or the pattern says, and rotation there alone if any has one."""
     num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
     window = optional_integer(config, "sliding_window")
     pattern = config.get("sliding_window_pattern") or 4
@@ -31,10 +32,13 @@ def build(config: Config) -> ArchSpec:
         "sliding_attention": Positions(rotary, window),
         "full_attention": Positions(rotary if window is None else None),
     }
+    return [positions[kind] for kind in layer_types(config, num_layers, default)]
+
+
+def build(config: Config) -> ArchSpec:
     return llama_like(
         config,
-        positions=[positions[kind] for kind in layer_types(config, num_layers, default)],
-        head_dim=head_dim,
+        positions=positions_of(config),
         attention={"qk_norm": "head"},
         norm_placement="output",
     )

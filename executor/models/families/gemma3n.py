@@ -84,13 +84,13 @@ class ValueNormAttention(Attention):
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         qkv = ops.linear(held["qkv"], x)
         if not self.reads_only:
-            qkv = ops.call(self._with_normed_values, qkv, held["attend"].num_kv_heads)
+            qkv = ops.call(self.with_normed_values, qkv, held["attend"].num_kv_heads)
         return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         return "the program norms no values."
 
-    def _with_normed_values(self, qkv: Any, num_kv_heads: int) -> Any:
+    def with_normed_values(self, qkv: Any, num_kv_heads: int) -> Any:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of a rank; its values are normed in place."""
         values = qkv.unflatten(-1, (-1, self.head_dim))[:, -num_kv_heads:]
         wide = values.float()
@@ -181,7 +181,7 @@ def build(config: Config) -> ArchSpec:
             flag(text, "altup_correct_scale", True),
         ),
     )
-    sources = _sources(types, num_layers - integer(text, "num_kv_shared_layers"))
+    sources = sources_of(types, num_layers - integer(text, "num_kv_shared_layers"))
     layers = []
     for layer, ffn, share, source in zip(spec.layers, ffns, sparse, sources, strict=True):
         plain = layer.mixer
@@ -191,14 +191,18 @@ def build(config: Config) -> ArchSpec:
     return replace(spec, layers=tuple(layers), names=_names(spec, layers))
 
 
-def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
-    """The names, with patterns to ignore unused tensors of published checkpoints: keys and values of layers that read
-    another layer's cache, also under GGUF's names."""
-    needless = [
+def kept_elsewhere(layers: Sequence[LayerSpec]) -> list[str]:
+    """Patterns to ignore unused tensors of published checkpoints: keys and values of layers that read another layer's
+    cache, also under GGUF's names."""
+    return [
         rf"\.{index}\.(self_attn\.(k_proj|v_proj|k_norm)|attn_(k|v|k_norm))\."
         for index, layer in enumerate(layers)
         if layer.cache_of is not None
     ]
+
+
+def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
+    needless = kept_elsewhere(layers)
     assert isinstance(spec.stream, AltUp)
     if not spec.stream.scales_active:
         needless.append(r"\.altup\.correct_output_scale$")
@@ -230,7 +234,7 @@ def _sparse(ffn: Dense, share: float) -> Ffn:
     return OutstandingDense(**vars(ffn), cutoff=NormalDist().inv_cdf(share)) if share else ffn
 
 
-def _sources(types: Sequence[str], first: int) -> list[int | None]:
+def sources_of(types: Sequence[str], first: int) -> list[int | None]:
     """For each layer the one whose cache it reads: for layers from `first` on, the last layer of the same type before
     `first`; None for the others."""
     if not 0 < first <= len(types):

@@ -17,6 +17,7 @@ from headrace.executor.models.families._config import (
     dense,
     integer,
     number,
+    routed_layers,
 )
 from headrace.executor.models.families._latent import latent_like
 from headrace.executor.models.families._ssd import require_silu
@@ -121,7 +122,7 @@ def build(config: Config) -> ArchSpec:
         shared_gate=False,
         correction="vector",
     )
-    routes = _routes(config, len(kinds))
+    routes = routed_layers(config, 1)
 
     def ffn(index: int) -> Ffn:
         return mixture if routes[index] else dense(config)
@@ -148,17 +149,6 @@ def _dense_names(config: Config) -> tuple[Fused, ...]:
     inner, hidden = integer(config, "intermediate_size"), integer(config, "hidden_size")
     sizes = {NAMES.gate: inner, NAMES.up: inner, NAMES.down: hidden}
     return tuple(Fused(name.replace("mlp", "block_sparse_moe"), ((name, size),)) for name, size in sizes.items())
-
-
-def _routes(config: Config, count: int) -> list[bool]:
-    """Whether each layer has experts."""
-    given = config.get("mlp_layer_types")
-    first, step = integer(config, "first_k_dense_replace", 1), integer(config, "moe_layer_freq", 1)
-    if given is None:
-        return [index >= first and index % max(1, step) == 0 for index in range(count)]
-    if not isinstance(given, list) or len(given) < count or set(map(str, given)) - {"dense", "sparse"}:
-        raise ModelError(f"the config's mlp_layer_types must list dense or sparse for each layer, got {given!r:.80}")
-    return [each == "sparse" for each in given[:count]]
 
 
 FAMILY = Family(

@@ -1,0 +1,256 @@
+"""Zamba 2's layers (Glorioso et al. 2024): a few transformer blocks serve many layers, each of which adapts them by
+low-rank matrices of its own. They read the hidden values beside the token's embedding, and add to a Mamba 2's input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec, Fused, Kept, LayerSpec, RopeSpec, TokenCache
+from headrace.executor.models.blocks import (
+    Attend,
+    Axis,
+    Declared,
+    Held,
+    LayerHeld,
+    LayerOps,
+    Linear,
+    Mixer,
+    Norm,
+    Ops,
+    Stream,
+    Value,
+    Weight,
+    rounded_up,
+)
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Activation
+from headrace.executor.models.blocks.recurrent import Ssd
+
+AT = "shared_transformer"
+
+
+@dataclass(frozen=True)
+class Tied(Declared):
+    """What a layer shares with an earlier one, under whose names the checkpoint has it. Layers of a rank that share it
+    hold it once."""
+
+    eager_reader = "headrace.executor.models.blocks.shared_transformer:read_tied"
+
+    declared: Declared
+    layer: str
+    """The end of the prefix of this layer's names, `layers.7.`."""
+    source: str
+    """The same of the layer that has it."""
+
+    def weights(self) -> Iterator[Weight]:
+        return self.declared.weights() if self.layer == self.source else iter(())
+
+
+def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:
+    key = prefix.removesuffix(declared.layer) + declared.source, declared.declared
+    if key not in weights.tied:
+        weights.tied[key] = weights.read(declared.declared, key[0])
+    return weights.tied[key]
+
+
+@dataclass(frozen=True)
+class SharedTransformer(Mixer):
+    """output = mamba(norm(hidden + back(ffn(norm(attention(norm(hidden | embedding)))))))"""
+
+    attention: Attention
+    recurrent: Ssd
+    inner: int
+    activation: Activation
+    rank: int
+    """Inner size of the adapters."""
+    adapts_attention: bool
+    adapter: int = 0
+    """Index of this layer among those that have a transformer."""
+    layer: int = 0
+    source: int = 0
+    """The first layer with the same transformer."""
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        return self.attention.num_heads
+
+    @property
+    def rope(self) -> RopeSpec | None:  # type: ignore[override]
+        return self.attention.rope
+
+    @property
+    def sliding_window(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def cache(self) -> TokenCache:
+        return self.attention.cache
+
+    def state(self, tp_size: int) -> tuple[Kept, ...]:
+        return self.recurrent.state(tp_size)
+
+    def draft_elements(self, tp_size: int) -> int:
+        return self.recurrent.draft_elements(tp_size)
+
+    @staticmethod
+    def fused(inner: int, count: int) -> tuple[Fused, ...]:
+        """How checkpoints store the FFN's matrices and those of `count` adapters."""
+        names = ("feed_forward.gate_up_proj", *(f"{_of_ffn(index)}.1" for index in range(count)))
+        return tuple(
+            Fused(f"{AT}.{name}", ((f"{AT}.{name}.gate", inner), (f"{AT}.{name}.up", inner))) for name in names
+        )
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        hidden, both, inner = spec.hidden_size, 2 * spec.hidden_size, Axis(self.inner)
+        heads, rank = self.attention, self.rank
+        queries = Axis(heads.num_heads * heads.head_dim, unit=heads.head_dim, groups=heads.num_kv_heads)
+        keys = Axis(heads.num_kv_heads * heads.head_dim, unit=heads.head_dim)
+        rows = {"q": queries, "k": keys, "v": keys}
+
+        def halves(name: str) -> tuple[tuple[str, Axis], ...]:
+            return tuple((f"{AT}.{name}.{half}", inner) for half in ("gate", "up"))
+
+        found: dict[str, Declared] = {
+            "norm": Norm.of(spec, f"{AT}.input_layernorm", both),
+            "qkv": Linear(tuple((f"{AT}.self_attn.{name}_proj", axis) for name, axis in rows.items()), both),
+            "attended": Linear(((f"{AT}.self_attn.o_proj", hidden),), queries),
+            "ffn_norm": Norm.of(spec, f"{AT}.pre_ff_layernorm", hidden),
+            "up": Linear(halves("feed_forward.gate_up_proj"), hidden, heads.bias),
+            "low_ffn": Linear(((f"{AT}.{_of_ffn(self.adapter)}.0", rank),), hidden),
+            "adapt_ffn": Linear(halves(f"{_of_ffn(self.adapter)}.1"), rank),
+            "down": Linear(((f"{AT}.feed_forward.down_proj", hidden),), inner, heads.bias),
+        }
+        if self.adapts_attention:
+            for name, axis in rows.items():
+                at = f"{AT}.self_attn.linear_{name}_adapter_list.{self.adapter}"
+                found[f"low_{name}"] = Linear(((f"{at}.0", rank),), both)
+                found[f"adapt_{name}"] = Linear(((f"{at}.1", axis),), rank)
+        places = f"layers.{self.layer}.", f"layers.{self.source}."
+        tied: dict[str, Declared] = {key: Tied(each, *places) for key, each in found.items()}
+        tied["attend"] = Attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, heads.rope)
+        tied["back"] = Linear((("linear", hidden),), hidden)
+        tied["recurrent_norm"] = Norm.of(spec, "mamba_decoder.input_layernorm", hidden)
+        return tied | {f"recurrent.{key}": each for key, each in self.recurrent.declare(spec).items()}
+
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
+        """x [num_tokens, 2 * hidden]: hidden values, then the token's embedding."""
+        normed = ops.norm(held["norm"], ops.call(_copy, x))
+        qkv = ops.linear(held["qkv"], normed)
+        if self.adapts_attention:
+            adapted = [ops.linear(held[f"adapt_{each}"], ops.linear(held[f"low_{each}"], normed)) for each in "qkv"]
+            qkv = ops.call(_plus, qkv, *adapted)
+        attended = ops.total([ops.product(held["attended"], ops.mix(held["attend"], qkv))])
+        normed = ops.norm(held["ffn_norm"], attended)
+        up = ops.call(_plus, ops.linear(held["up"], normed), self._adapted_ffn(ops, held, normed))
+        computed = ops.total([ops.product(held["down"], ops.call(self._gated, up))])
+        added = ops.call(_first_plus, x, ops.linear(held["back"], computed))
+        recurrent = {key.removeprefix("recurrent."): each for key, each in held.items() if key.startswith("recurrent.")}
+        return self.recurrent.emit(ops, recurrent, ops.norm(held["recurrent_norm"], added))
+
+    def _adapted_ffn(self, ops: Ops, held: Held, normed: Any) -> Any:
+        return ops.linear(held["adapt_ffn"], ops.linear(held["low_ffn"], normed))
+
+    def _gated(self, up: Any) -> Any:
+        from torch.nn import functional  # blocks are also imported where torch is not installed
+
+        gate, other = up.chunk(2, dim=-1)
+        if self.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh") * other
+        return getattr(functional, self.activation)(gate) * other
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> SharedTransformer:
+        if tp_size == 1:
+            return self
+        return replace(
+            self,
+            attention=self.attention.for_ranks(tp_size, inner_block),
+            recurrent=self.recurrent.for_ranks(tp_size, inner_block),
+            inner=rounded_up(self.inner, tp_size * inner_block),
+        )
+
+    def values_per_token(self, tp_size: int) -> int:
+        own = self.attention.values_per_token(tp_size) + self.recurrent.values_per_token(tp_size)
+        return own + 3 * self.inner // tp_size
+
+    def problem(self) -> str:
+        for name in ("inner", "rank"):
+            if getattr(self, name) < 1:
+                return f"a shared transformer's {name} must be at least 1, got {getattr(self, name)}"
+        return self.attention.problem() or self.recurrent.problem()
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "the program has no transformers that layers share."
+
+
+@dataclass(frozen=True)
+class BesideEmbedding(Stream):
+    """Hidden values, and beside them the token's embedding, which no layer changes."""
+
+    placement = "pre"
+
+    hidden: int
+
+    @property
+    def table(self) -> None:
+        return None
+
+    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {}
+
+    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {}
+
+    def width(self, num_layers: int) -> int:
+        return 2 * self.hidden
+
+    def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {}
+
+    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
+        return ops.call(_beside, embedded, embedded)
+
+    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
+        read = x
+        if "mixer" in held.norms:
+            read = ops.norm(held.norms["mixer"], ops.call(_first, x))
+        return ops.call(_added, x, ops.total(layer.mixer.emit(ops, held.mixer, read)))
+
+    def end(self, ops: Ops, held: Held, x: Value) -> Value:
+        return ops.call(_first, x)
+
+    def values_per_token(self) -> int:
+        return 8 * self.hidden
+
+
+def _of_ffn(index: int) -> str:
+    return f"feed_forward.gate_up_proj_adapter_list.{index}"
+
+
+def _copy(x: Value) -> Value:
+    """A copy, since norms may overwrite their input."""
+    return x.clone()
+
+
+def _first(x: Value) -> Value:
+    return x[:, : x.shape[-1] // 2].clone()
+
+
+def _first_plus(x: Value, y: Value) -> Value:
+    return x[:, : y.shape[-1]] + y
+
+
+def _added(x: Value, y: Value) -> Value:
+    x[:, : y.shape[-1]] += y
+    return x
+
+
+def _plus(x: Value, *parts: Value) -> Value:
+    return x + _beside(*parts)
+
+
+def _beside(*parts: Value) -> Value:
+    from torch import cat  # blocks are also imported where torch is not installed
+
+    return cat(parts, dim=-1)

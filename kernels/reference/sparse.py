@@ -1,0 +1,59 @@
+"""Latent attention to keys that an index chooses, in torch (DeepSeek-V3.2, section 2.1).
+
+Index queries score the index keys of the context: each head's product, cut off at 0, times the query's weight of the
+head, summed over the heads. A query attends to the `num_chosen` keys with the highest scores; of equal ones, to the
+first. Contexts of at most num_chosen tokens are attended to whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.reference.attention import QUERY_TILE_TOKENS
+from headrace.kernels.reference.latent import LatentUp, absorb, project_values
+
+
+def choose_keys(queries: Tensor, weights: Tensor, keys: Tensor, num_chosen: int) -> Tensor:
+    """The keys that each of a sequence's last tokens attends to.
+
+    queries [num_tokens, heads, index_dim], weights [num_tokens, heads], keys [length, index_dim] -> [num_tokens,
+    length] bool; true for num_chosen keys at most, none of which is after its token."""
+    num_tokens, length = len(queries), len(keys)
+    chosen = torch.zeros(num_tokens, length, dtype=torch.bool, device=keys.device)
+    head_weights = weights.float() * (queries.shape[1] * queries.shape[2]) ** -0.5
+    columns = torch.arange(length, device=keys.device)
+    for first in range(0, num_tokens, QUERY_TILE_TOKENS):
+        tile = slice(first, min(first + QUERY_TILE_TOKENS, num_tokens))
+        products = torch.einsum("thd,kd->thk", queries[tile].float(), keys.float()).relu_()
+        scores = torch.einsum("thk,th->tk", products, head_weights[tile])
+        positions = columns[length - num_tokens :][tile]
+        scores.masked_fill_(columns > positions[:, None], -torch.inf)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+        chosen[tile] = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, value=True)
+        chosen[tile] &= columns <= positions[:, None]
+    return chosen
+
+
+def attend_chosen(query: Tensor, up: LatentUp, context: Tensor, chosen: Tensor, scale: float) -> Tensor:
+    """Attention of a sequence's last tokens. query [num_tokens, num_heads, nope_dim + rope_dim], the last dimensions
+    rotated; context [length, latent_dim + rope_dim]; chosen [num_tokens, length] bool -> [num_tokens, num_heads,
+    value_dim]"""
+    parts = []
+    for first in range(0, len(query), QUERY_TILE_TOKENS):
+        tile = slice(first, first + QUERY_TILE_TOKENS)
+        visible, read = chosen[tile], context
+        if len(visible) == 1:
+            read, visible = context[visible[0]], visible[:, visible[0]]
+        scores = torch.einsum("thd,kd->thk", absorb(query[tile], up), read).float() * scale
+        shares = scores.masked_fill_(~visible[:, None], -torch.inf).softmax(-1).to(read.dtype)
+        parts.append(project_values(torch.einsum("thk,kd->thd", shares, read), up))
+    return torch.cat(parts)
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+"""None: both are parts of one op, which `executor/models/eager_sparse.py` computes."""
