@@ -425,3 +425,108 @@ def test_markdown_becomes_what_commonmark_says(page: Page) -> None:
         [*MARKDOWN, HOSTILE],
     )
     assert grown == [], "drawn piece by piece it is the same"
+
+
+TOOLS = [{"name": "get_weather", "description": "x", "parameters": {"type": "object", "properties": {}}}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.mark.system
+def test_past_chats_are_listed_continued_and_deleted(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as page:
+        for text in ("the first chat", "the second chat"):
+            ask(page, text)
+            wait_for_end(page)
+            page.get_by_role("button", name="New chat").click()
+            page.get_by_role("heading", name="Ask null").wait_for()
+        other = page.context.new_page()  # another tab of the same browser
+        other.goto(server.url)
+        other.get_by_role("button", name="Past chats").click()
+        panel = other.get_by_role("complementary", name="Past chats")
+        titles = panel.locator(".past-title")
+        assert titles.all_inner_texts() == ["the second chat", "the first chat"]
+        titles.nth(1).click()
+        panel.wait_for(state="hidden")
+        assert other.locator(".bubble").inner_text() == "the first chat"
+        ask(other, "and more of it")
+        other.locator(".answer[aria-busy=false]").nth(1).wait_for()
+        other.get_by_role("button", name="Past chats").click()
+        assert titles.all_inner_texts() == ["the first chat", "the second chat"], "the latest comes first"
+        panel.get_by_role("button", name="Delete: the second chat").click()
+        assert titles.all_inner_texts() == ["the first chat"]
+        panel.get_by_role("button", name="Delete all").click()
+        assert titles.count() == 0
+        assert other.locator(".bubble").count() == 0, "the chat that was open is gone too"
+        other.reload()
+        other.get_by_role("heading", name="Ask null").wait_for()
+        kept = other.evaluate("Object.keys(localStorage).filter((each) => each.startsWith('headrace.chat.'))")
+        assert kept == []
+
+
+@pytest.mark.system
+def test_a_full_storage_loses_the_oldest_chat_and_nothing_else(page: Page) -> None:
+    fits = page.evaluate(
+        """async () => {
+        const { keepChat, pastChats } = await import("./ui/chats.js");
+        const said = (text) => [{ role: "user", text }];
+        for (let number = 0; number < 12; number++) keepChat(String(number), said(`${number} ` + "x".repeat(900_000)));
+        return pastChats().map(({ id }) => id);
+    }"""
+    )
+    assert 2 <= len(fits) < 12
+    assert fits[0] == "11"
+
+
+@pytest.mark.system
+def test_calls_of_tools_are_shown_and_what_they_return_is_sent(browser: Browser) -> None:
+    options = (*ECHO, *TEMPLATE, "--tool-call-parser", "hermes", "--max-model-len", "4096")
+    with serving(*options) as server, opened(browser, server.url, bypass_csp=True) as page:
+        sent: list[Any] = []
+        page.on("request", lambda each: sent.append(json.loads(each.post_data)) if each.method == "POST" else None)
+        page.get_by_role("button", name="Settings").click()
+        tools = page.get_by_label("Tools")
+        tools.fill("[{}]")
+        ask(page, CALL)
+        assert sent == [], "tools without a name are not sent"
+        tools.fill(json.dumps(TOOLS))
+        page.get_by_role("button", name="Close").click()
+        ask(page, CALL)
+        wait_for_end(page)
+        assert sent[0]["tools"] == [{"type": "function", "function": TOOLS[0]}]
+        assert answer(page).locator(".call-head").inner_text() == "Calls get_weather"
+        assert json.loads(answer(page).locator(".call-arguments").inner_text()) == {"city": "Oslo"}
+        assert faults_of(page) == []
+        page.get_by_label("What get_weather returns").fill("12 degrees")
+        page.get_by_role("button", name="Continue with these").click()
+        page.locator(".answer[aria-busy=false]").nth(1).wait_for()
+        assert page.locator(".result .call-arguments").inner_text() == "12 degrees"
+        call, result = sent[1]["messages"][-2:]
+        assert call["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert (result["role"], result["content"]) == ("tool", "12 degrees")
+        assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+        assert answer(page).locator(".answer-text").inner_text().strip() == "12 degrees"
+        assert page.get_by_role("button", name="Continue with these").count() == 0
+        assert faults_of(page) == []
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("size", ["11.5px", "20px"])
+def test_no_label_of_a_chart_is_cut(browser: Browser, server: Server, size: str) -> None:
+    """Whatever the visitor's font."""
+    with opened(browser, server.url, bypass_csp=True) as page:
+        page.add_style_tag(content=f".tick {{ font-size: {size} !important }}")
+        cut = page.evaluate(
+            """async () => {
+            const { Chart } = await import("./ui/chart.js");
+            const chart = new Chart("x", (value) => `${value * 1000} thousand`);
+            document.body.replaceChildren(chart.element);
+            await new Promise((done) => setTimeout(done));
+            chart.update([{ label: "a", color: 0, points: [[1, 5]] }], 0, 60);
+            const plot = chart.element.getBoundingClientRect();
+            return [...chart.element.querySelectorAll(".tick")].filter((each) => {
+              const box = each.getBoundingClientRect();
+              return box.left < plot.left || box.right > plot.right;
+            }).map((each) => each.textContent);
+        }"""
+        )
+        assert cut == []

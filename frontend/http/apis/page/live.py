@@ -88,13 +88,13 @@ def _engine(engine: Engine, stats: EngineStats | None, pool: EnginePool, pages: 
 
 
 def _condition(engine: Engine, stats: EngineStats | None, *, has_begun: bool) -> tuple[Condition, str]:
-    """An engine's state, and in words why it is not ready."""
+    """An engine's state, and in whole sentences why it is not ready."""
     failure = failure_of(engine)
-    why = "" if failure is None else without_own_names(failure.message)
+    why = "" if failure is None else f"{without_own_names(failure.message).rstrip('. ')}."
     if engine.client is None and (failure is None or not has_begun):
         return "starting", why
     if not engine.usable:
-        return "lost", f"{why.rstrip('.')}. It is started again." if engine.is_awaited else why
+        return "lost", f"{why} It is started again.".lstrip() if engine.is_awaited else why
     if engine.is_silent or stats is None:
         return "silent", f"It has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped."
     if stats.sleep_level:

@@ -1,5 +1,6 @@
 // One answer on the page: its text as Markdown or token by token, its reasoning, its figures, and what can be done.
 
+import { CallsView } from "./calls.js";
 import { copyFrom, make } from "./dom.js";
 import { speedOf } from "./generation.js";
 import { MarkdownView } from "./markdown.js";
@@ -8,16 +9,19 @@ import { TokenView } from "./tokens.js";
 const SHARE_OF_TIME = 4; // drawing takes at most about a fourth of the time, however long the text is
 
 export class AnswerView {
-  /** actions: `retry`, called by the button of that name. */
-  constructor(message, actions) {
+  /** actions: `retry`, called by the button of that name; `returned`, called with the results of its calls; `drawn`. */
+  constructor(message, actions, isLast) {
     this.message = message;
+    this.#isLast = isLast;
     this.#actions = actions;
+    this.#calls = new CallsView(message, (results) => this.#actions.returned(results));
     this.element.append(
       make("h2", { class: "unseen" }, "Answer"),
       this.#thinking,
       this.#waiting,
       this.#text.element,
       this.#tokens.element,
+      this.#calls.element,
       this.#problem,
       make("div", { class: "answer-foot" }, this.#buttons, this.#figures),
     );
@@ -29,6 +33,8 @@ export class AnswerView {
 
   element = make("li", { class: "answer" });
   #actions;
+  #isLast; // of the conversation: its calls wait for their results
+  #calls;
   #thinking = make("details", { class: "thinking", hidden: true });
   #reasoning = new MarkdownView();
   #waiting = make("p", { class: "waiting" }, make("span", { class: "waves", "aria-hidden": "true" }), "Waiting for the first token");
@@ -54,13 +60,14 @@ export class AnswerView {
     const { message } = this;
     const isRunning = message.state === "streaming";
     this.element.setAttribute("aria-busy", String(isRunning));
-    this.#waiting.hidden = !isRunning || message.text !== "" || message.reasoning !== "";
+    this.#waiting.hidden = !isRunning || message.text !== "" || message.reasoning !== "" || message.calls?.length > 0;
     this.#thinking.hidden = message.reasoning === "";
     if (message.reasoning) this.#reasoning.update(message.reasoning);
     this.#text.update(message.text);
     this.#text.element.hidden = this.#showsTokens;
     this.#tokens.element.hidden = !this.#showsTokens;
     if (this.#showsTokens) this.#tokens.update(message.tokens);
+    this.#calls.draw(this.#isLast && message.state === "done");
     this.#figures.textContent = figuresOf(message);
     this.#drawProblem();
     if (!isRunning) this.#drawButtons();
@@ -93,7 +100,7 @@ export class AnswerView {
 }
 
 /** "128 tokens · 42.1 tokens/s · first after 0.31 s · prompt 512 (480 cached)" */
-function figuresOf({ figures, state, text }) {
+function figuresOf({ figures, state, text, calls }) {
   const parts = [];
   if (figures.tokens) parts.push(`${count(figures.tokens)} token${figures.tokens === 1 ? "" : "s"}`);
   const speed = speedOf(figures);
@@ -105,7 +112,7 @@ function figuresOf({ figures, state, text }) {
   }
   if (state === "stopped") parts.push("stopped");
   if (state === "done" && figures.finishReason === "length") parts.push("cut at the most tokens that it may have");
-  if (state === "done" && !text && figures.finishReason === "stop") parts.push("the model had nothing to say");
+  if (state === "done" && !text && !calls?.length && figures.finishReason === "stop") parts.push("the model had nothing to say");
   return parts.join(" · ");
 }
 

@@ -3,7 +3,9 @@
 import { make, makeSvg } from "./dom.js";
 
 const HEIGHT = 168;
-const MARGIN = { top: 8, right: 8, bottom: 20, left: 56 };
+const MARGIN = { top: 8, right: 8, bottom: 20 };
+const GAP = 8; // before and after the labels of the axis of values
+const LEAST_LEFT = 56; // so that charts below each other mostly begin alike
 const LONGEST_GAP_S = 12; // points further apart are not joined
 
 export class Chart {
@@ -30,6 +32,7 @@ export class Chart {
   #series = [];
   #from = 0;
   #to = 1;
+  #left = LEAST_LEFT; // where the lines begin: behind the widest label
 
   /** series: {label, color (0 to 7), isDashed, points: [[time, value or null], ...]}. from, to: in seconds. */
   update(series, from, to) {
@@ -61,8 +64,8 @@ export class Chart {
   }
 
   #x(at) {
-    const width = this.element.clientWidth - MARGIN.left - MARGIN.right;
-    return MARGIN.left + (width * (at - this.#from)) / (this.#to - this.#from);
+    const width = this.element.clientWidth - this.#left - MARGIN.right;
+    return this.#left + (width * (at - this.#from)) / (this.#to - this.#from);
   }
 
   #draw() {
@@ -72,17 +75,18 @@ export class Chart {
     const y = (value) => HEIGHT - MARGIN.bottom - ((HEIGHT - MARGIN.top - MARGIN.bottom) * value) / max;
     this.#svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.#svg.setAttribute("width", width);
-    const parts = [];
-    for (const share of [0, 0.5, 1]) {
-      const at = y(share * max);
-      parts.push(
-        makeSvg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }),
-        makeSvg("text", { class: "tick", x: MARGIN.left - 8, y: at + 4, "text-anchor": "end" }, this.#format(share * max)),
-      );
+    const parts = [0, 0.5, 1].map((share) =>
+      makeSvg("text", { class: "tick", y: y(share * max) + 4, "text-anchor": "end" }, this.#format(share * max)));
+    this.#svg.replaceChildren(...parts); // a label's width depends on the visitor's fonts
+    this.#left = Math.max(LEAST_LEFT, ...parts.map((label) => label.getComputedTextLength() + 2 * GAP));
+    for (const label of parts.slice()) {
+      label.setAttribute("x", this.#left - GAP);
+      const at = Number(label.getAttribute("y")) - 4;
+      parts.push(makeSvg("line", { class: "grid", x1: this.#left, x2: width - MARGIN.right, y1: at, y2: at }));
     }
     const minutes = (this.#to - this.#from) / 60;
     for (const [share, text] of [[0, `${minutes} min ago`], [0.5, `${minutes / 2} min`], [1, "now"]]) {
-      const at = MARGIN.left + share * (width - MARGIN.left - MARGIN.right);
+      const at = this.#left + share * (width - this.#left - MARGIN.right);
       const anchor = { 0: "start", 1: "end" }[share] ?? "middle";
       parts.push(makeSvg("text", { class: "tick", x: at, y: HEIGHT - 4, "text-anchor": anchor }, text));
     }

@@ -49,7 +49,7 @@ export class Chat {
       if (event.key === "Escape" && this.#running && !event.defaultPrevented) this.#stop();
     });
     this.buttons.stop.addEventListener("click", () => this.#stop());
-    this.buttons.newChat.addEventListener("click", () => this.#clear());
+    this.buttons.newChat.addEventListener("click", () => this.begin());
     this.buttons.toEnd.addEventListener("click", () => {
       this.#follows = true;
       this.#followEnd();
@@ -76,19 +76,26 @@ export class Chat {
     if (this.settings.fields() === null) return;
     this.prompt.value = "";
     this.#fit();
+    this.#answerTo(this.conversation.ask(text));
+  }
+
+  /** Goes on with what the last answer's calls have returned. */
+  #returned(results) {
+    if (this.#running || !this.choice() || this.settings.fields() === null) return;
+    this.#answerTo(this.conversation.returned(results));
+    this.prompt.focus();
+  }
+
+  #answerTo(answer) {
     this.#follows = true;
-    const answer = this.conversation.ask(text);
     this.#drawAll();
     this.#run(answer);
   }
 
   #retry() {
     if (this.#running || !this.choice() || this.settings.fields() === null) return;
-    this.#follows = true;
-    const answer = this.conversation.answer();
-    this.#drawAll();
+    this.#answerTo(this.conversation.answer());
     this.prompt.focus();
-    this.#run(answer);
   }
 
   #stop() {
@@ -96,9 +103,30 @@ export class Chat {
     this.prompt.focus();
   }
 
-  #clear() {
+  get id() {
+    return this.conversation.id;
+  }
+
+  /** Begins a new chat. */
+  begin() {
+    this.#stop();
+    this.conversation.begin();
+    this.#drawAll();
+    this.prompt.focus();
+  }
+
+  /** Deletes this one. */
+  clear() {
     this.#stop();
     this.conversation.cut(0);
+    this.#drawAll();
+  }
+
+  /** Continues a past one. */
+  open(id) {
+    this.#stop();
+    this.conversation.open(id);
+    this.#follows = true;
     this.#drawAll();
     this.prompt.focus();
   }
@@ -169,7 +197,7 @@ export class Chat {
   #drawAll() {
     const { messages } = this.conversation;
     this.list.replaceChildren(
-      ...messages.map((message, index) => (message.role === "user" ? this.#question(message, index) : this.#answer(message))),
+      ...messages.map((message, index) => this.#drawn(message, index, index === messages.length - 1)),
     );
     this.#drawWelcome();
     this.#drawButtons();
@@ -177,13 +205,22 @@ export class Chat {
     this.#followEnd();
   }
 
+  #drawn(message, index, isLast) {
+    if (message.role === "user") return this.#question(message, index);
+    return message.role === "tool" ? resultOf(message) : this.#answer(message, isLast);
+  }
+
   #question({ text }, index) {
     const edit = make("button", { type: "button", class: "quiet small", onclick: () => this.#edit(index) }, "Edit");
     return make("li", { class: "question" }, make("h2", { class: "unseen" }, "Question"), make("p", { class: "bubble" }, text), edit);
   }
 
-  #answer(message) {
-    this.#view = new AnswerView(message, { retry: () => this.#retry(), drawn: () => this.#followEnd() });
+  #answer(message, isLast) {
+    this.#view = new AnswerView(message, {
+      retry: () => this.#retry(),
+      returned: (results) => this.#returned(results),
+      drawn: () => this.#followEnd(),
+    }, isLast);
     return this.#view.element;
   }
 
@@ -196,7 +233,7 @@ export class Chat {
     if (this.welcome.dataset.title === title) return;
     this.welcome.dataset.title = title;
     const facts = choice
-      ? `${choice.contextLength.toLocaleString("en")} tokens of context. What is said stays in this tab.`
+      ? `${choice.contextLength.toLocaleString("en")} tokens of context. What is said stays in this browser.`
       : "The model is loading, or its engine has ended: the live view tells.";
     const buttons = SUGGESTIONS.map((text) =>
       make("button", { type: "button", class: "suggestion", onclick: () => this.#suggest(text) }, text));
@@ -237,6 +274,13 @@ export class Chat {
   #followEnd() {
     if (this.#follows) this.scroll.scrollTop = this.scroll.scrollHeight;
   }
+}
+
+/** What a call has returned. */
+function resultOf({ name, text }) {
+  return make("li", { class: "result" }, make("h2", { class: "unseen" }, "Result"),
+    make("p", { class: "call-head" }, make("code", {}, name), " returned"),
+    make("pre", { class: "call-arguments", tabindex: "0", role: "region", "aria-label": `What ${name} returned` }, text));
 }
 
 /** An error in the words of this page: {title, text}. */

@@ -29,9 +29,10 @@ export async function receive(events, message, onChange) {
     const thought = delta.reasoning ?? delta.reasoning_content;
     if (thought) message.reasoning += thought;
     if (delta.content) message.text += delta.content;
+    for (const part of delta.tool_calls ?? []) addCall(message.calls, part);
     if (choice?.logprobs?.content) message.tokens.push(...choice.logprobs.content.map(tokenOf));
     if (choice?.finish_reason) figures.finishReason = choice.finish_reason;
-    if (thought || delta.content) {
+    if (thought || delta.content || delta.tool_calls) {
       const nowMs = performance.now();
       firstMs ??= nowMs;
       figures.firstSeconds = (firstMs - beganMs) / 1000;
@@ -39,6 +40,13 @@ export async function receive(events, message, onChange) {
     }
     onChange();
   }
+}
+
+/** Adds a part of a call: its first has the name, the others more of the arguments. */
+function addCall(calls, { index, id, function: part }) {
+  const call = (calls[index] ??= { id: id ?? String(index), name: "", arguments: "" });
+  call.name += part?.name ?? "";
+  call.arguments += part?.arguments ?? "";
 }
 
 function note(figures, usage) {

@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { Conversation } from "./conversation.js";
 import { Engines } from "./engines.js";
 import { Feed } from "./feed.js";
+import { History } from "./history.js";
 import { Key } from "./key.js";
 import { LiveView } from "./live.js";
 import { Samples } from "./samples.js";
@@ -20,6 +21,7 @@ const samples = new Samples();
 const settings = new Settings(by("settings"), by("settings-toggle"), key);
 const engines = new Engines(by("engine"));
 const chat = new Chat({ api, key, settings, conversation: new Conversation(), choice: () => engines.choice });
+new History(by("past"), by("past-toggle"), chat);
 const live = new LiveView(by("live"), samples);
 
 engines.addEventListener("choice", () => {

@@ -1,6 +1,7 @@
 // System prompt and sampling controls. What is left empty is left to the model, whose own value shows as a hint.
 
 import { make } from "./dom.js";
+import { connectPanel } from "./panel.js";
 import { load, save } from "./storage.js";
 
 const NUMBERS = [
@@ -15,6 +16,8 @@ const NUMBERS = [
   { name: "seed", label: "Seed", step: 1, hint: "random", help: "The same answer each time" },
 ];
 
+const TOOLS_HELP = 'Functions that the model may call, as JSON: [{"name": "...", "description": "...", "parameters": {...}}]';
+
 export class Settings {
   #values = load(localStorage, "settings", {});
   #element;
@@ -23,36 +26,20 @@ export class Settings {
   /** element: the panel. toggle: the button that shows it. key: the visitor's. */
   constructor(element, toggle, key) {
     this.#element = element;
-    const show = (isShown) => {
-      element.hidden = !isShown;
-      toggle.setAttribute("aria-expanded", String(isShown));
-    };
     const forget = make("button", { type: "button", class: "quiet", hidden: !key.value }, "Forget the API key");
     forget.addEventListener("click", () => {
       key.forget();
       location.reload();
     });
-    toggle.addEventListener("click", () => {
-      show(element.hidden);
-      forget.hidden = !key.value;
-      if (!element.hidden) element.querySelector("textarea, input").focus();
-    });
-    const close = make("button", { type: "button", class: "quiet" }, "Close");
-    close.addEventListener("click", () => {
-      show(false);
-      toggle.focus();
-    });
-    element.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") close.click();
-    });
+    connectPanel(element, toggle, "Settings", "textarea, input", () => (forget.hidden = !key.value));
     const reset = make("button", { type: "button", class: "secondary" }, "Leave all to the model");
     reset.addEventListener("click", () => this.#reset());
     element.append(
-      make("div", { class: "settings-head" }, make("h2", {}, "Settings"), close),
       this.#field("system", "System prompt", make("textarea", { rows: "4", placeholder: "None" }), "Before every conversation"),
       make("h3", {}, "Sampling"),
       make("div", { class: "fields" }, ...NUMBERS.map((each) => this.#number(each))),
       this.#field("stop", "Stop at", make("textarea", { rows: "2", placeholder: "Nothing" }), "One text a line"),
+      this.#field("tools", "Tools", make("textarea", { rows: "3", placeholder: "None", spellcheck: "false" }), TOOLS_HELP),
       this.#choice("thinking", "Reasoning", { "": "As the model does", on: "On", off: "Off" }),
       this.#check("tokens", "Log-probabilities of each token"),
       make("div", { class: "settings-foot" }, reset, forget),
@@ -82,6 +69,8 @@ export class Settings {
     }
     const stop = (this.#values.stop ?? "").split("\n").filter(Boolean);
     if (stop.length) fields.stop = stop;
+    const tools = toolsOf(this.#values.tools);
+    if (tools.length) fields.tools = tools;
     if (this.#values.thinking) fields.chat_template_kwargs = { enable_thinking: this.#values.thinking === "on" };
     return fields;
   }
@@ -104,6 +93,7 @@ export class Settings {
     input.value = this.#values[name] ?? "";
     input.setAttribute("aria-describedby", `${id}-help`);
     this.#keep(name, input, () => input.value);
+    if (name === "tools") checkTools(input);
     return make("div", { class: "field" }, make("label", { for: id }, label), input, make("span", { class: "help", id: `${id}-help` }, help));
   }
 
@@ -137,6 +127,28 @@ export class Settings {
       if (name === "system") continue;
       if (input.type === "checkbox") input.checked = false;
       else input.value = "";
+      input.setCustomValidity("");
     }
   }
+}
+
+/** Marks the field as invalid while it has no tools that could be sent. */
+function checkTools(input) {
+  const check = () => {
+    try {
+      toolsOf(input.value);
+      input.setCustomValidity("");
+    } catch {
+      input.setCustomValidity("A JSON list of functions, each with a name, or of OpenAI's tools.");
+    }
+  };
+  input.addEventListener("input", check);
+  check();
+}
+
+/** OpenAI's tools, of a text that has those or only their functions. Throws where it has neither. */
+function toolsOf(text) {
+  const tools = JSON.parse(text?.trim() || "[]").map((each) => (each.function ? each : { type: "function", function: each }));
+  if (tools.some((each) => typeof each.function.name !== "string" || !each.function.name)) throw new TypeError("no name");
+  return tools;
 }

@@ -21,3 +21,14 @@ export function save(storage, name, value) {
     return false;
   }
 }
+
+/** The names that begin so and have a value. */
+export function list(storage, start) {
+  try {
+    return Object.keys(storage)
+      .filter((name) => name.startsWith(PREFIX + start))
+      .map((name) => name.slice(PREFIX.length));
+  } catch {
+    return [];
+  }
+}
