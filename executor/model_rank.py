@@ -22,7 +22,7 @@ from headrace.executor.checkpoints.load_formats import options_of_another
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
-from headrace.executor.models.sizes import prompt_logprobs_cost
+from headrace.executor.models.sizes import prompt_logprobs_cost, step_work
 from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout
 from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
@@ -164,6 +164,7 @@ class ModelRank(Rank):
             row_inputs=() if _why_no_row_inputs(spec) else tuple(sorted(input_kinds())),
             why_no_row_inputs=_why_no_row_inputs(spec),
             input_width=spec.embedding_width,
+            step_work=step_work(spec),
         )
 
     def _ends(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[int, ...]:

@@ -209,6 +209,8 @@ class AddRequest(Message):
     """What stands in the place of prompt tokens, in the order of positions."""
     adapters: Annotated[tuple[AdapterUse, ...], Longest(MOST_USED)] = ()
     """What is added to the model's weights for this request; each adapter once."""
+    notes_steps: bool = False
+    """The Finish is to tell the times of each step."""
 
 
 class Abort(Message):
@@ -271,6 +273,9 @@ class FinishReason(enum.IntEnum):
     """Started and could not go on; `Finish.failure` says why."""
 
 
+NUM_STEP_TIMES = 6
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
     """The final message about a request."""
 
@@ -290,6 +295,10 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_de
     decode_s: float = 0.0
     """From the first token to the last."""
     num_preemptions: int = 0
+    steps: Tensor | None = None
+    """[num_steps, NUM_STEP_TIMES] float64, if they were asked for: in seconds since arrival at the core, when a step's
+    planning began and ended, when its result came, when its forward pass began and ended (0 if that is not known); and
+    its number of tokens of this request."""
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -473,6 +482,39 @@ class ExpertBalance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Duration of the last move, during which no step ran."""
 
 
+class Counted(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A histogram: how many values each bucket has, one up to each bound and one above, and their sum."""
+
+    counts: tuple[int, ...]
+    sum: float
+
+
+BLOCK_TIME_BOUNDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+"""Upper bounds of the buckets of BlockTimes, in seconds."""
+
+
+class BlockTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of a sample of the blocks that were evicted from the prefix cache, in seconds."""
+
+    lifetime: Counted
+    """From allocation to eviction."""
+    idle_before_evict: Counted
+    """From the last use to eviction."""
+    reuse_gap: Counted
+    """Between two uses, of the last few of each block."""
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one rank has computed and moved: sums of estimates from the model's config (core/engine/step_work.py)."""
+
+    flops: float
+    read_bytes: float
+    write_bytes: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A snapshot of the core. Counters start at zero when it starts."""
 
@@ -513,6 +555,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """Of the last pipeline stage, with enable_eplb, once it has been measured."""
     adapters: AdapterStats | None = None
     """None without enable_lora."""
+    block_times: BlockTimes | None = None
+    """With kv_cache_metrics."""
+    work: Work | None = None
+    """With enable_mfu_metrics."""
 
 
 class Welcome(Message):

@@ -45,11 +45,14 @@ from headrace.core.engine.sessions import (
     Undecodable,
 )
 from headrace.core.engine.statistics import Statistics
+from headrace.core.engine.step_notes import StepNotes, note_results
+from headrace.core.engine.step_work import WorkMeter
 from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
+from headrace.core.schedule.block_residency import BlockResidency
 from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.features.adapter_limit import AdapterLimit
@@ -176,6 +179,9 @@ class Loop:
                 rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
+        if options.kv_cache_metrics:
+            self.scheduler.pool.residency = BlockResidency(options.kv_cache_metrics_sample)
+        self._work = WorkMeter(plan, facts) if options.enable_mfu_metrics else None
         self._drafting = _drafting(plan)
         states = [KeepingStates()] if keeps_states(plan) else []
         limits = [] if plan.adapters is None else [AdapterLimit(plan.adapters.max_loras)]
@@ -195,6 +201,7 @@ class Loop:
         self._pause = self._controller.pause
         self._followers = PrefixFollowers(self.scheduler, port.send)
         self._statistics = Statistics(self.scheduler, log_stats=not options.disable_log_stats)
+        self._step_notes = StepNotes()
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._load_changed = True
         """The load may differ from the one reported last."""
@@ -449,6 +456,8 @@ class Loop:
             return
         request = self._admission.request(client, message)
         live[message.slot] = request
+        if message.notes_steps:
+            self._step_notes.add(request)
         if not self.gates.hold(request, message):
             self.scheduler.add(request, message.priority)
 
@@ -571,6 +580,7 @@ class Loop:
         """Plans and submits a step. False if nothing can be computed now."""
         if self._pause.is_reached:
             return False
+        planned_s = time.monotonic() if self._step_notes else 0.0
         plan = self.stages.schedule()
         if plan is None:
             if not self._in_flight and self.scheduler.has_work:
@@ -581,6 +591,8 @@ class Loop:
             self._note_admitted(plan, events)
         elif plan.released_rows.size:
             self._load_changed = True
+        if planned_s:
+            events.noted = self._step_notes.submitted(plan, planned_s)
         self.stages.submit(plan)
         self._in_flight.append((plan, events))
         return True
@@ -607,6 +619,8 @@ class Loop:
         """Takes the oldest step's result and sends its outputs to clients."""
         plan, events = self._in_flight.popleft()
         result = self.stages.collect()
+        if events.noted:
+            note_results(events.noted, result)
         if self._controller.timeline is not None:
             self._controller.timeline.step(plan, result)
         current = result
@@ -620,6 +634,8 @@ class Loop:
         if (drafts := plan.get(Drafts)) is not None:
             num_prompt_tokens -= len(drafts.token_ids)
         self._statistics.step(result, advance, num_prompt_tokens, now_s)
+        if self._work is not None:
+            self._work.step(plan)
         if self._load_changed:
             self._report_load()
         if now_s >= self._followers.due_s:
@@ -712,6 +728,8 @@ class Loop:
             num_waiting_by_reason={"capacity": len(scheduler.waiting), **self.gates.waiting_by_reason()},
             expert_balance=self._statistics.expert_balance,
             adapters=None if self.adapters is None else self.adapters.stats(),
+            block_times=None if scheduler.pool.residency is None else scheduler.pool.residency.times(),
+            work=None if self._work is None else self._work.work(),
         )
 
 

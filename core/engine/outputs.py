@@ -11,6 +11,7 @@ import time
 import msgspec
 import numpy as np
 
+from headrace.core.engine.step_notes import Noted, told_steps
 from headrace.core.schedule.requests import Request, RowTable
 from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
@@ -28,6 +29,8 @@ class StepEvents:
         self.finished: dict[int, list[Finish]] = {}
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self.vectors: dict[int, Vectors] = {}
+        self.noted: list[Noted] = []
+        """Requests of the step whose steps are noted."""
 
     @property
     def is_any(self) -> bool:
@@ -97,6 +100,7 @@ def finish_of(
         prefill_s=token_s - scheduled_s,
         decode_s=now_s - token_s,
         num_preemptions=request.num_preemptions,
+        steps=told_steps(request),
     )
 
 

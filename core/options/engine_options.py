@@ -517,6 +517,25 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(PROCESS, 'Where start_profile writes, such as {"torch_profiler_dir": "/tmp/profiles"}'),
     ] = {}
     disable_log_stats: Annotated[bool, Option(PROCESS, "Do not log load and throughput every 10 s")] = False
+    kv_cache_metrics: Annotated[
+        bool,
+        Option(
+            PROCESS,
+            "Measure how long blocks stay in the prefix cache and when they are used there: the metrics "
+            "kv_block_*_seconds",
+        ),
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        float,
+        Option(PROCESS, "Share of the blocks that kv_cache_metrics follows, above 0", minimum=1e-6, maximum=1),
+    ] = 0.01
+    enable_mfu_metrics: Annotated[
+        bool,
+        Option(
+            PROCESS,
+            "Estimate what a rank computes and moves, from the model's config: the metrics estimated_*_per_gpu_total",
+        ),
+    ] = False
 
     @property
     def num_engines_here(self) -> int:

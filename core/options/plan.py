@@ -21,6 +21,32 @@ from headrace.ipc.messages import Pooling
 from headrace.ipc.row_inputs import PROMPT_EMBEDS
 
 
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks together compute for a token: estimates from the model's config."""
+
+    token_flops: float
+    """Of the layers' matrices, with the experts that one token chooses."""
+    output_flops: float
+    """Of the head, for each token that is sampled."""
+    attention: tuple[AttentionWork, ...]
+    """Of the layers by how far back they attend."""
+    expert_share: float = 0.0
+    """The part of the weights that experts are."""
+    chosen_share: float = 1.0
+    """The part of the experts that compute one token."""
+
+
+class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all layers with one window."""
+
+    window: int | None
+    """The most tokens that a token attends to; None: all before it."""
+    pair_flops: float
+    """For each pair of a token and one that it attends to."""
+    cached_elements: int
+    """That each token adds to the cache."""
+
+
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The core's description of a model. The executor reads it from the checkpoint before any weights."""
 
@@ -86,6 +112,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
     why_no_adapters: str = "its executor reads none"
     """Why requests can have no adapters; empty if they can."""
+    step_work: StepWork | None = None
+    """None where it is not known, as of models that run through transformers' code."""
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
+from headrace.core.schedule.block_residency import BlockResidency
 from headrace.ipc.failure import InconsistentError
 
 T = TypeVar("T")
@@ -78,6 +79,8 @@ class BlockPool:
         self.holders: list[BlockHolder] = []
         """All owners of references, for `audit`."""
         self.observers: list[BlockObserver] = []
+        self.residency: BlockResidency | None = None
+        """Measures how long blocks stay, if that was asked for."""
 
     @property
     def num_available(self) -> int:
@@ -99,12 +102,16 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
+                if self.residency is not None:
+                    self.residency.evicted(block)
                 self._forget(block)
                 if block in self._companions:
                     self._num_cached_companions -= len(self._companions[block])
                     self._disband(block)
             self._references[block] = 1
             blocks.append(block)
+        if self.residency is not None:
+            self.residency.allocated(blocks)
         return blocks
 
     def allocate_bundle(self, count: int) -> list[int]:
@@ -158,6 +165,8 @@ class BlockPool:
                 if block in self._companions:
                     self._num_cached_companions -= len(self._companions[block])
             self._references[block] += 1
+        if self.residency is not None:
+            self.residency.used(blocks)
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """Makes a full, held block findable by its hash. If another block already has the hash, that one keeps it."""
@@ -257,6 +266,8 @@ class BlockPool:
         for name, block in self._block_of.items():
             for observer in self.observers:
                 observer.evicted(block, name)
+        if self.residency is not None:
+            self.residency.clear()
         self._references = [0] * self.num_blocks
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()

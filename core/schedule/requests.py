@@ -68,6 +68,7 @@ class Request:
         "seed",
         "slot",
         "state",
+        "step_times",
         "stop_token_ids",
         "task",
         "token_ids",
@@ -103,6 +104,7 @@ class Request:
         self.num_prompt_logprobs = max(1, sampling.prompt_logprob_start)  # positions sent; position 0 has no logprob
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
         self.gated_s = 0.0  # how long it waited for gates, such as the one of its grammar
+        self.step_times: list[tuple[float, ...]] = []  # of its steps, if they are noted
 
 
 class WaitingQueue:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
-from headrace.core.options.plan import Plan
+from headrace.core.options.plan import AttentionWork, Plan, StepWork
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import LayerDeclaration, Linear, Norm, Weight
+from headrace.executor.models.blocks import Attend, AttendLatent, LayerDeclaration, Linear, Norm, Weight
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
@@ -121,6 +122,67 @@ def _elements_of_token(spec: ArchSpec, layer: LayerSpec) -> float:
     """Number of a layer's parameters that a token is computed with: those of the chosen experts only."""
     weights = LayerDeclaration.of(spec, layer).weights()
     return sum(math.prod(each.shape) * (layer.ffn.chosen_share if each.role == "expert" else 1.0) for each in weights)
+
+
+def step_work(spec: ArchSpec) -> StepWork | None:
+    """What a step computes for each token; None for a model whose layers are not known."""
+    if spec.foreign:
+        return None
+    parts: dict[int | None, list[float]] = {}
+    elements = experts = of_token = 0.0
+    shares = [1.0]
+    by_layer = {layer: _work_of_layer(spec, layer) for layer in set(spec.layers)}
+    for layer in spec.layers:
+        work = by_layer[layer]
+        of_token, elements, experts = of_token + work.of_token, elements + work.elements, experts + work.experts
+        if work.experts:
+            shares.append(layer.ffn.chosen_share)
+        part = parts.setdefault(layer.sliding_window, [0.0, 0.0])
+        part[0] += work.pair_flops
+        part[1] += work.cached
+    outer = sum(math.prod(weight.shape) for weight in outer_weights(spec, ""))
+    return StepWork(
+        token_flops=2 * of_token,
+        output_flops=2.0 * spec.vocab_size * spec.embedding_width if spec.has_head else 0.0,
+        attention=tuple(
+            AttentionWork(window=window, pair_flops=flops, cached_elements=int(cached))
+            for window, (flops, cached) in parts.items()
+            if flops or cached
+        ),
+        expert_share=experts / (elements + outer),
+        chosen_share=min(shares),
+    )
+
+
+class _LayerWork(NamedTuple):
+    elements: float
+    experts: float
+    """Parameters, all and those of experts."""
+    of_token: float
+    """Parameters of matrices that one token meets."""
+    pair_flops: float
+    cached: int
+
+
+def _work_of_layer(spec: ArchSpec, layer: LayerSpec) -> _LayerWork:
+    declared = LayerDeclaration.of(spec, layer)
+    weights = list(declared.weights())
+    matrices = [each for each in weights if each.role in ("matrix", "router")]
+    experts = sum(math.prod(each.shape) for each in weights if each.role == "expert")
+    pair_flops = 0.0
+    for each in declared.mixer.values():
+        if isinstance(each, Attend):
+            pair_flops += 4 * each.num_heads * each.head_dim  # scores and weighted values
+        elif isinstance(each, AttendLatent):
+            pair_flops += 2 * each.num_heads * (each.nope_dim + each.rope_dim + each.value_dim)
+    own_cache = layer.mixer.cache if layer.cache_of is None else None
+    return _LayerWork(
+        elements=sum(math.prod(each.shape) for each in weights),
+        experts=experts,
+        of_token=sum(math.prod(each.shape) for each in matrices) + experts * layer.ffn.chosen_share,
+        pair_flops=pair_flops,
+        cached=0 if own_cache is None else own_cache.elements,
+    )
 
 
 def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankCoordinates = SINGLE) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
-from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.core.options.plan import AttentionWork, MemoryReading, ModelDescription, Plan, StepWork
 from headrace.executor.placement.base import Executor
 from headrace.executor.rank import Report
 from headrace.executor.sampling.random_numbers import row_keys
@@ -130,6 +130,11 @@ class NullExecutor(Executor):
             row_inputs=tuple(input_kinds()),
             input_width=INPUT_WIDTH,
             why_no_adapters="",
+            step_work=StepWork(
+                token_flops=1000.0,
+                output_flops=100.0,
+                attention=(AttentionWork(window=None, pair_flops=10.0, cached_elements=128),),
+            ),
         )
 
     def tokenizer(self) -> TokenizerBundle | None:

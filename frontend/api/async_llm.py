@@ -44,6 +44,8 @@ from headrace.frontend.request.prompts import (
     tokenize,
 )
 from headrace.frontend.text.template_renderer import renderer, without_blocking
+from headrace.frontend.tracing.options import take_traces
+from headrace.frontend.tracing.tracer import CONTEXT_HEADERS, tracer_of
 from headrace.frontend.vllm.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
 from headrace.frontend.vllm.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
@@ -52,7 +54,9 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestE
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.request.checks import CheckedRequest
     from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.tracing.tracer import Origin, Tracer
     from headrace.frontend.vllm.engine_keywords import EngineOptions
     from headrace.frontend.vllm.llm_engine import EngineArgs
     from headrace.ipc.messages import Welcome
@@ -79,20 +83,22 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     ) -> None:
         """Starts an engine-core without waiting for it; the first call waits.
 
-        heartbeat_timeout: as LLM's.
+        heartbeat_timeout, and the options of traces: as LLM's.
 
         Raises OptionError for a bad or unknown option. If the engine fails to start, the first call raises
         EngineStartError with the cause.
         """
         routing = router_options(heartbeat_timeout)
-        parsed = with_meeting(parse_own(model, dict(options)))
+        engine_options: dict[str, Any] = {**options}
+        tracer = tracer_of(*take_traces(engine_options))
+        parsed = with_meeting(parse_own(model, engine_options))
         if parsed.coordinator:
-            check_finds(model, dict(options))
+            check_finds(model, engine_options)
             found = Discovery(parsed.coordinator, parsed.peer_timeout)
-            self._prepare(EnginePool([], routing, discovery=found, meters=RequestCounts()))
+            self._prepare(EnginePool([], routing, discovery=found, meters=RequestCounts()), tracer)
             return
         sources = owned_ranks(parsed, start_ranks(parsed))
-        self._prepare(EnginePool(sources, routing, meters=RequestCounts()), parsed.use_tqdm_on_load)
+        self._prepare(EnginePool(sources, routing, meters=RequestCounts()), tracer, parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(
@@ -142,9 +148,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await self._ready()
         return self
 
-    def _prepare(self, client: EnginePool, shows_start: bool | None = False) -> None:
+    def _prepare(self, client: EnginePool, tracer: Tracer | None = None, shows_start: bool | None = False) -> None:
         """shows_start: the option use_tqdm_on_load."""
-        self._client, self._shows_start = client, shows_start
+        self._client, self._tracer, self._shows_start = client, tracer, shows_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
@@ -152,7 +158,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._request_ids = itertools.count()
         self._sessions: dict[str, StreamingSession] = {}
         self._stat_loggers = StatLoggers(None)
-        self._stop_engines = weakref.finalize(self, _stop_engines, self._process_id, client)
+        self._stop_engines = weakref.finalize(self, _stop_engines, self._process_id, client, tracer)
 
     async def start(self) -> None:
         """Waits until the engine is ready. Calling it is optional: every other call waits too."""
@@ -166,6 +172,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         *,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         **others: Any,
@@ -173,7 +180,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Streams the outputs of one prompt, which are cumulative unless `sampling_params.output_kind` says otherwise.
 
         An asynchronous generator of StreamingInput is a prompt that arrives in pieces (see streaming_input.py).
-        `data_parallel_rank` selects the engine that runs the request first, if there are several.
+        `data_parallel_rank` selects the engine that runs the request first, if there are several. `trace_headers` are
+        W3C's traceparent and tracestate, of the span that the request's is below, if traces are exported.
 
         Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
         outputs. Raises InvalidRequestError (also for a `request_id` that is running), QueueFullError,
@@ -189,7 +197,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                 async for output in pieces:
                     yield output
             return
-        stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how)
+        origin = self._origin(trace_headers)
+        stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how, origin)
         try:
             async for output in stream:
                 yield output
@@ -208,7 +217,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         **others: Any,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yields one output: the prompt's vectors, as `pooling_params` ask for them. Errors are those of `generate`."""
-        check_arguments("encode", {"lora_request": lora_request, "trace_headers": trace_headers, **others})
+        check_arguments("encode", {"lora_request": lora_request, **others})
+        origin = self._origin(trace_headers)
         how, client = tokenization_of(tokenization_kwargs), await self._ready()
         parsed = parse_single_prompt(prompt)
         (params,) = pooling_params_for(pooling_params, 1, None)
@@ -216,7 +226,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         is_long = len(parsed.text or "") > _TOKENIZE_INLINE_CHARACTERS
         await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
         name = str(next(self._request_ids)) if request_id is None else request_id
-        stream: Any = client.submit(check(name, parsed, params, client, priority))
+        stream: Any = client.submit(_traced(check(name, parsed, params, client, priority), origin))
         try:
             async for output in stream:
                 yield output
@@ -230,6 +240,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         params: SamplingParams | None = None,
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         **others: Any,
@@ -237,7 +248,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Submits one prompt; `await get()` on the stream returned waits for the next output. Raises as `generate`."""
         check_arguments("add_request", others)
         how = tokenization_of(tokenization_kwargs)
-        return await self._submit(prompt, params, request_id, priority, data_parallel_rank, how)
+        origin = self._origin(trace_headers)
+        return await self._submit(prompt, params, request_id, priority, data_parallel_rank, how, origin)
 
     async def _generate_from_pieces(
         self,
@@ -274,6 +286,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         priority: int,
         rank: int | None,
         how: Tokenization = DEFAULT_TOKENIZATION,
+        origin: Origin | None = None,
     ) -> RequestStream:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
@@ -284,7 +297,14 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         (params,) = params_for(sampling_params, client.welcome, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
         affinity = ANYWHERE if rank is None else Affinity(rank=rank)
-        return client.submit(check(name, parsed, params, client, priority), affinity=affinity)
+        return client.submit(_traced(check(name, parsed, params, client, priority), origin), affinity=affinity)
+
+    def _origin(self, headers: Mapping[str, str] | None) -> Origin | None:
+        """Of a request that has just arrived, with these headers; None if this object exports no traces."""
+        if self._tracer is None:
+            return None
+        given = {name.lower(): value for name, value in (headers or {}).items()}
+        return self._tracer.origin({name: given[name] for name in CONTEXT_HEADERS if name in given})
 
     async def chat(
         self,
@@ -432,7 +452,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return tasks_of(await self.engine())
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        return self._tracer is not None
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300.0) -> None:
         """Returns once no request runs or waits in the engine. Raises TimeoutError after `drain_timeout` seconds."""
@@ -541,7 +561,13 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = D
         await without_blocking(lambda: tokenize([prompt], client, how))
 
 
-def _stop_engines(process_id: int, client: EnginePool) -> None:
+def _traced(request: CheckedRequest, origin: Origin | None) -> CheckedRequest:
+    return request if origin is None else origin.tracer.traced(request, origin)
+
+
+def _stop_engines(process_id: int, client: EnginePool, tracer: Tracer | None) -> None:
     if os.getpid() == process_id:  # not a forked copy
+        if tracer is not None:
+            tracer.close()
         renderer().end()
         client.stop(STOP_DEADLINE_S)

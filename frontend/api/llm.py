@@ -49,6 +49,8 @@ from headrace.frontend.request.prompts import (
     tokenize,
 )
 from headrace.frontend.text.template_renderer import renderer
+from headrace.frontend.tracing.options import take_traces
+from headrace.frontend.tracing.tracer import tracer_of
 from headrace.frontend.vllm.engine_config import ModelConfig, engine_config, tasks_of
 from headrace.frontend.vllm.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.vllm.stat_loggers import StatLoggers
@@ -58,6 +60,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
     from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.tracing.tracer import Tracer
     from headrace.frontend.vllm.engine_keywords import EngineOptions
     from headrace.frontend.vllm.llm_engine import EngineArgs, LLMEngine
     from headrace.ipc.messages import Welcome
@@ -91,24 +94,30 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         heartbeat_timeout: with several engines, how long one with requests may say nothing before they go on at
         another: 2 s, as `headrace serve` has it, for None.
 
+        The options otlp_traces_endpoint and collect_detailed_traces say where traces of requests go, and which spans
+        of steps they have (docs/server.md, Traces); they need the extra otel.
+
         Raises OptionError for a bad or unknown option, and EngineStartError with the cause if the engine fails to
         start (in process: the original error).
         """
         routing = router_options(heartbeat_timeout)
+        engine_options: dict[str, Any] = {**options}
+        tracer = tracer_of(*take_traces(engine_options))
         if in_process:
-            thread = run_in_process(model, dict(options))
-            self._open(EnginePool([Connected(MemoryTransport(thread.port), engine=thread)], meters=RequestCounts()))
+            thread = run_in_process(model, engine_options)
+            source = Connected(MemoryTransport(thread.port), engine=thread)
+            self._open(EnginePool([source], meters=RequestCounts()), tracer)
             return
-        parsed = with_meeting(parse_own(model, dict(options)))
+        parsed = with_meeting(parse_own(model, engine_options))
         if parsed.coordinator:
-            check_finds(model, dict(options))
+            check_finds(model, engine_options)
             found = Discovery(parsed.coordinator, parsed.peer_timeout)
-            self._open(EnginePool([], routing, discovery=found, meters=RequestCounts()))
+            self._open(EnginePool([], routing, discovery=found, meters=RequestCounts()), tracer)
             return
         children = start_ranks(parsed)
         try:
             pool = EnginePool(owned_ranks(parsed, children), routing, meters=RequestCounts())
-            self._open(pool, shows_start=parsed.use_tqdm_on_load)
+            self._open(pool, tracer, shows_start=parsed.use_tqdm_on_load)
         except BaseException:
             for child in children:
                 child.kill()
@@ -149,9 +158,9 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self._open(EnginePool([Connected(transport, timeout_s)], meters=RequestCounts()))
         return self
 
-    def _open(self, client: EnginePool, *, shows_start: bool | None = False) -> None:
+    def _open(self, client: EnginePool, tracer: Tracer | None = None, *, shows_start: bool | None = False) -> None:
         self._background = BackgroundLoop("headrace-llm")
-        self._client = client
+        self._client, self._tracer = client, tracer
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []
@@ -159,7 +168,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self._bars = SharedBar()
         self._stat_loggers = StatLoggers(None)
         # Runs once: at close, when this object is collected, or when the interpreter exits.
-        self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, client)
+        self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, client, tracer)
         try:
             self._background.run(client.open(CONNECT_TIMEOUT_S, shows_start=shows_start))
         except BaseException:
@@ -200,7 +209,12 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         priority: int | Sequence[int] | None,
     ) -> list[CheckedRequest]:
         params = params_for(sampling_params, self._client.welcome, len(prompts), RequestOutputKind.FINAL_ONLY)
-        return checked_requests(self._client, prompts, params, priority, self._request_ids)
+        requests = checked_requests(self._client, prompts, params, priority, self._request_ids)
+        return [self._traced(request) for request in requests]
+
+    def _traced(self, request: CheckedRequest) -> CheckedRequest:
+        """The request, with a trace if this object exports traces."""
+        return request if self._tracer is None else self._tracer.traced(request, self._tracer.origin({}))
 
     def _run(self, requests: list[CheckedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         if not use_tqdm:
@@ -486,7 +500,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
         (params,) = params_for(sampling_params, self._client.welcome, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
-        return check(name, parsed, params, self._client, priority)
+        return self._traced(check(name, parsed, params, self._client, priority))
 
     def _tokenized(self, prompts: list[Prompt], how: Tokenization = DEFAULT_TOKENIZATION) -> list[Prompt]:
         if self._client.may_wait:
@@ -515,14 +529,18 @@ def connect(
     return LLM.connect(address, timeout_s, keys=keys, reconnect=reconnect)
 
 
-def _shut_down(process_id: int, background: BackgroundLoop, client: EnginePool) -> None:
+def _shut_down(process_id: int, background: BackgroundLoop, client: EnginePool, tracer: Tracer | None) -> None:
     if os.getpid() != process_id:
         return  # a forked copy: it has no such thread, and the engine belongs to the parent
     if background.is_current_thread:  # the LLM was collected in the background thread, which cannot wait for itself
-        threading.Thread(target=_shut_down, args=(process_id, background, client), name="headrace-close").start()
+        threading.Thread(
+            target=_shut_down, args=(process_id, background, client, tracer), name="headrace-close"
+        ).start()
         return
     with contextlib.suppress(Exception):
         background.run(client.leave())
     background.stop()
+    if tracer is not None:
+        tracer.close()
     renderer().end()
     client.stop(STOP_DEADLINE_S)

@@ -12,7 +12,7 @@ from headrace.frontend.client.request_metrics import (
     RequestCounts,
     cumulative,
 )
-from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats, Welcome
+from headrace.ipc.messages import BLOCK_TIME_BOUNDS, STEP_TOKEN_BOUNDS, Counted, EngineStats, Welcome
 
 
 def kv_use(stats: EngineStats) -> float:
@@ -28,6 +28,11 @@ def hit_rate(stats: EngineStats) -> float | None:
 def of_experts(name: str) -> Callable[[EngineStats], float | None]:
     """A function that reads one field of the expert balance."""
     return lambda stats: None if stats.expert_balance is None else float(getattr(stats.expert_balance, name))
+
+
+def of_work(name: str) -> Callable[[EngineStats], float | None]:
+    """A function that reads one field of the estimated work."""
+    return lambda stats: None if stats.work is None else float(getattr(stats.work, name))
 
 
 ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]], ...] = (
@@ -73,6 +78,14 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
     ("gauge", "eplb_balancedness_avg", "The mean of all layers.", of_experts("avg")),
     ("counter", "eplb_rearrangements", "Times that experts changed ranks.", of_experts("rearrangements")),
     ("gauge", "eplb_rearrangement_seconds", "How long the last time took.", of_experts("rearrangement_s")),
+    (
+        "counter",
+        "estimated_flops_per_gpu",
+        "Operations of one rank, estimated from the model's config.",
+        of_work("flops"),
+    ),
+    ("counter", "estimated_read_bytes_per_gpu", "Bytes of weights and cache that it reads.", of_work("read_bytes")),
+    ("counter", "estimated_write_bytes_per_gpu", "Bytes that it writes into the cache.", of_work("write_bytes")),
 )
 """Kind, name, help, and a function that reads the value: None if the engine does not have the metric."""
 
@@ -106,6 +119,38 @@ METRICS_BY_LABEL: tuple[tuple[str, str, str, str, Callable[[EngineStats], Mappin
     ),
 )
 """Kind, name, help, name of the additional label, and a function that reads the values by that label's value."""
+
+
+_NO_STEPS = Counted(counts=(0,) * (len(STEP_TOKEN_BOUNDS) + 1), sum=0.0)
+
+
+def _of_blocks(name: str) -> Callable[[EngineStats], Counted | None]:
+    """A function that reads one field of the times of blocks."""
+    return lambda stats: None if stats.block_times is None else getattr(stats.block_times, name)
+
+
+def _step_tokens(stats: EngineStats) -> Counted:
+    times = stats.times
+    return Counted(counts=times.step_tokens, sum=float(times.step_tokens_sum)) if times.step_tokens else _NO_STEPS
+
+
+ENGINE_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[EngineStats], Counted | None]], ...] = (
+    ("iteration_tokens_total", "Tokens of a step.", tuple(map(float, STEP_TOKEN_BOUNDS)), _step_tokens),
+    (
+        "kv_block_lifetime_seconds",
+        "From the allocation of a block to its eviction from the prefix cache.",
+        BLOCK_TIME_BOUNDS,
+        _of_blocks("lifetime"),
+    ),
+    (
+        "kv_block_idle_before_evict_seconds",
+        "From the last use of such a block to its eviction.",
+        BLOCK_TIME_BOUNDS,
+        _of_blocks("idle_before_evict"),
+    ),
+    ("kv_block_reuse_gap_seconds", "Between two uses of such a block.", BLOCK_TIME_BOUNDS, _of_blocks("reuse_gap")),
+)
+"""Name, help, upper bounds, and a function that reads the counts: None if the engine does not have the metric."""
 
 
 @dataclass
@@ -165,9 +210,9 @@ def engine_metrics(
             found.append(metric(name=f"{prefix}:{name}", labels={**labels, label: value_of_label}, value=count))
     accepted = list(stats.num_accepted_tokens_per_pos)
     found.append(Vector(name=f"{prefix}:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=accepted))
-    step_counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
-    steps = (tuple(map(float, STEP_TOKEN_BOUNDS)), step_counts, float(stats.times.step_tokens_sum))
-    found.append(_histogram(f"{prefix}:iteration_tokens_total", labels, *steps))
+    for name, _, bounds, counted in ENGINE_HISTOGRAMS:
+        if (of_steps := counted(stats)) is not None:
+            found.append(_histogram(f"{prefix}:{name}", labels, bounds, of_steps.counts, of_steps.sum))
     if requests is not None:
         for name, (bounds, _) in REQUEST_HISTOGRAMS.items():
             found.append(_histogram(f"{prefix}:{name}", labels, bounds, *requests.histogram(name, engine)))

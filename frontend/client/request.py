@@ -224,7 +224,7 @@ class RequestStream(OneProcess):
         """The pool of engines that the request was submitted to, which hears of its end first."""
         self.meter: RequestMeter | None = None
         """Times it."""
-        self.trace: RequestListener | None = None
+        self.trace = request.trace
         """Exports its times at its end."""
         self.touched = False
         """Whether the current step has outputs of this request."""
@@ -344,6 +344,8 @@ class RequestStream(OneProcess):
         metrics.prefill_s = max(metrics.prefill_s or 0.0, finish.prefill_s)
         metrics.decode_s = max(metrics.decode_s or 0.0, finish.decode_s)
         metrics.num_preemptions += finish.num_preemptions
+        if finish.steps is not None and self.trace is not None:
+            self.trace.note_steps(finish.steps)
 
     def add_prompt_logprobs(self, rows: LogprobRows) -> None:
         """Stores them unconverted: converting a step's rows takes long enough to delay other requests."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
@@ -79,14 +80,31 @@ def cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[s
     return list(zip((*map(str, bounds), "+Inf"), itertools.accumulate(counts), strict=True))
 
 
+class Exemplar(NamedTuple):
+    """An observation whose request was traced."""
+
+    trace_id: str
+    value: float
+    at_s: float
+    """Seconds since the epoch."""
+
+
+Exemplars = dict[tuple[str, int], Exemplar]
+"""By histogram and the index of a bucket: the last one there."""
+
+
 class RequestMeter:
     """Times one request into a block."""
 
-    __slots__ = ("_block", "_last_s", "_num_migrations", "_num_tokens", "_on_gap")
+    __slots__ = ("_block", "_exemplars", "_last_s", "_num_migrations", "_num_tokens", "_on_gap", "_trace_id")
 
-    def __init__(self, block: Block, on_gap: Callable[[float], None] | None = None) -> None:
-        """on_gap: called with the seconds that the request paused when it moved to another engine."""
-        self._block, self._on_gap = block, on_gap
+    def __init__(
+        self, block: Block, on_gap: Callable[[float], None] | None = None, exemplars: Exemplars | None = None
+    ) -> None:
+        """on_gap: called with the seconds that the request paused when it moved to another engine. exemplars: where
+        the observations of a traced request are noted."""
+        self._block, self._on_gap, self._exemplars = block, on_gap, exemplars
+        self._trace_id = ""
         self._last_s: float | None = None  # when its last outputs arrived
         self._num_tokens = self._num_migrations = 0
 
@@ -113,6 +131,8 @@ class RequestMeter:
         metrics = stream.metrics
         if stream.error is not None:
             return
+        if stream.trace is not None:
+            self._trace_id = stream.trace.trace_id
         num_prompt = len(stream.prompt.token_ids or ())
         self._take("request_prompt_tokens", num_prompt)
         self._take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
@@ -135,8 +155,12 @@ class RequestMeter:
                 self._take("request_time_per_output_token_seconds", metrics.decode_s / steps)
 
     def _take(self, name: str, value: float | None) -> None:
-        if value is not None:
-            observe(self._block, REQUEST_LAYOUT.at[name], REQUEST_HISTOGRAMS[name][0], value)
+        if value is None:
+            return
+        bounds, _ = REQUEST_HISTOGRAMS[name]
+        observe(self._block, REQUEST_LAYOUT.at[name], bounds, value)
+        if self._trace_id and self._exemplars is not None:
+            self._exemplars[name, bisect_left(bounds, value)] = Exemplar(self._trace_id, value, time.time())
 
 
 class Meters(Protocol):

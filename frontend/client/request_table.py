@@ -312,6 +312,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
                 output_interval=_output_interval(params, stream.interval),
                 num_resumed_tokens=len(sequence.token_ids),
                 inputs=prompt.inputs,
+                notes_steps=stream.trace is not None and stream.trace.wants_steps,
             )
         )
     return messages

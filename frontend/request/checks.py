@@ -7,7 +7,7 @@ The core checks each message again in its own terms (core/engine/admission.py), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,12 +19,30 @@ from headrace.frontend.request.parameters.thinking import thinking_of
 from headrace.frontend.request.parameters.token_rules import check_token_rules, tokenized_fields
 from headrace.frontend.request.pooling_prompts import NOT_POOLING
 from headrace.frontend.request.prompts import ModelFacts, Prompt, truncate
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Welcome
 from headrace.ipc.row_inputs import PROMPT_EMBEDS
 
 NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 """In the place of a request's parameters where it pools."""
+
+
+class RequestTrace(Protocol):
+    """What exports a request's times once it has ended (frontend/tracing/tracer.py)."""
+
+    trace_id: str
+    """In hexadecimal digits."""
+    wants_steps: bool
+    """Whether the engine is to note each step that the request takes part in."""
+
+    def note_steps(self, times: Tensor) -> None:
+        """Takes those of one output (Finish.steps)."""
+        ...
+
+    def on_done(self, stream: Any) -> None:
+        """Called once, when the request has ended."""
+        ...
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
@@ -42,6 +60,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
     """The fields of Sampling that are made of texts with the tokenizer."""
     pool: Pool | None = None
     """What is asked for if it pools."""
+    trace: RequestTrace | None = None
 
 
 def check(

@@ -5,9 +5,15 @@
       grammar, gate             in the core: it waits until its grammar is compiled, or for another gate
       queue                     in the core: it waits for its first step
       prefill                   from the first step to the first token
-      decode                    from the first token to the last
+        schedule                in the core: a step that it takes part in is planned
+        execute                 from there until the core has the step's result
+          forward               in the worker: the forward pass
+      decode                    from the first token to the last; below it the same
 
-A request with several outputs has the times of the slowest one.
+What is below `prefill` and `decode` is there on request only (`collect_detailed_traces`). A request with several
+outputs has the times of the slowest one, and the steps of all.
+
+All spans of a request are made at its end, without the SDK's live spans, which lock and copy at each change.
 """
 
 from __future__ import annotations
@@ -19,12 +25,19 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.checks import CheckedRequest
+from headrace.frontend.tracing.options import details_of
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
+from headrace.ipc.messages import NUM_STEP_TIMES
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 logger = logging.getLogger(__name__)
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -55,95 +68,203 @@ _CURRENT: contextvars.ContextVar[Origin | None] = contextvars.ContextVar("origin
 """Of the request that a task handles; None if it is not traced."""
 
 
-def follow(stream: RequestStream) -> None:
-    """Exports the spans of a request that has just been submitted, once it has ended, if the task's request is
-    traced."""
-    if (origin := _CURRENT.get()) is not None:
-        origin.tracer.follow(stream, origin)
+def with_trace(request: CheckedRequest) -> CheckedRequest:
+    """The request, whose spans are exported once it has ended if the task's request is traced."""
+    origin = _CURRENT.get()
+    return request if origin is None else origin.tracer.traced(request, origin)
 
 
 @contextlib.contextmanager
 def tokenizing() -> Iterator[None]:
     """Within it, the task's request is read, decoded and tokenised."""
-    origin, began_s = _CURRENT.get(), time.time()
+    origin = _CURRENT.get()
+    if origin is None:
+        yield
+        return
+    began_s = time.time()
     yield
-    if origin is not None:
-        origin.tokenize_began_s, origin.tokenize_ended_s = began_s, time.time()
+    origin.tokenize_began_s, origin.tokenize_ended_s = began_s, time.time()
 
 
 class Tracer:
-    """Exports the spans of the requests that it follows."""
+    """Exports the spans of requests."""
 
-    def __init__(self, endpoint: str) -> None:
-        """endpoint: a collector's, http://HOST:4317 for gRPC or http://HOST:4318/v1/traces for HTTP.
+    def __init__(self, endpoint: str, details: str | None = None) -> None:
+        """endpoint: a collector's, http://HOST:4317 for gRPC or http://HOST:4318/v1/traces for HTTP. details: the
+        option collect_detailed_traces.
 
-        Raises OptionError without the extra otel, and for an unknown protocol in the environment.
+        Raises OptionError without the extra otel, for unknown details, and for an unknown protocol in the environment.
         """
+        self.details = details_of(details)
         try:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         except ImportError as error:
             raise _missing(error) from None
-        self._provider = TracerProvider(
+        provider = TracerProvider(
             resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "headrace"}),
             shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
-        self._tracer = self._provider.get_tracer("headrace")
+        # What the environment's variables of the SDK say, of which the provider is the reader.
+        self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
+        self._scope = InstrumentationScope("headrace")
+        self._processor = BatchSpanProcessor(_exporter(endpoint))
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """The task handles a request with these CONTEXT_HEADERS, which has just arrived."""
-        _CURRENT.set(Origin(tracer=self, headers=headers, arrived_s=time.time()))
+        _CURRENT.set(self.origin(headers))
 
-    def follow(self, stream: RequestStream, origin: Origin) -> None:
-        stream.trace = _Trace(self, origin)
+    def origin(self, headers: Mapping[str, str]) -> Origin:
+        """Of a request with these CONTEXT_HEADERS, which has just arrived."""
+        return Origin(tracer=self, headers=headers, arrived_s=time.time())
+
+    def traced(self, request: CheckedRequest, origin: Origin) -> CheckedRequest:
+        """The request with its trace, if the sampler wants it. A trace that cannot be begun is logged."""
+        try:
+            trace = self._begin_trace(origin)
+        except Exception as error:
+            let_interrupts_pass(error)
+            logger.exception("the trace of a request could not be begun")
+            return request
+        return request if trace is None else msgspec.structs.replace(request, trace=trace)
 
     def close(self) -> None:
         """Sends what is complete; waits for that for at most _CLOSE_S."""
-        self._provider.force_flush(int(_CLOSE_S * 1000))
-        self._provider.shutdown()
+        self._processor.force_flush(int(_CLOSE_S * 1000))
+        self._processor.shutdown()
 
-    def export(self, origin: Origin, stream: RequestStream) -> None:
+    def _begin_trace(self, origin: Origin) -> RequestTrace | None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, get_current_span
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        called_from, parent = Context(), None
+        if origin.headers:
+            called_from = TraceContextTextMapPropagator().extract(origin.headers, called_from)
+            above = get_current_span(called_from).get_span_context()
+            parent = above if above.is_valid else None
+        trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
+        wanted = self._sampler.should_sample(called_from, trace_id, "llm_request", SpanKind.SERVER)
+        if not wanted.decision.is_sampled():
+            return None
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        root = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, wanted.trace_state)
+        return RequestTrace(self, origin, root, parent)
+
+    def export(self, trace: RequestTrace, stream: RequestStream) -> None:
         """Call at a request's end, successful or not."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        metrics, origin = stream.metrics, trace.origin
+        ended_s = time.time() if metrics.total_s is None else metrics.arrival_time + metrics.total_s
+        for name, began_s, until_s in _parts(origin, stream):
+            part = self._below(trace.root, name, began_s, until_s)
+            if trace.steps and name in ("prefill", "decode"):
+                self._export_steps(trace.steps_of(name, until_s - metrics.arrival_time), part, metrics.arrival_time)
+        status = None if stream.error is None else Status(StatusCode.ERROR, str(stream.error)[:500])
+        whole = ("llm_request", origin.arrived_s, ended_s, attributes_of(stream))
+        self._end(trace.root, trace.parent, *whole, kind=SpanKind.SERVER, status=status)
+
+    def _export_steps(self, steps: list[StepTimes], part: SpanContext, arrived_s: float) -> None:
+        for each in steps:
+            told = {"headrace.step.num_tokens": each.num_tokens}
+            planned_s, submitted_s, taken_s = (arrived_s + at_s for at_s in each[:3])
+            if "schedule" in self.details:
+                self._below(part, "schedule", planned_s, submitted_s, told)
+            above = part
+            if "execute" in self.details:
+                above = self._below(part, "execute", submitted_s, taken_s, told)
+            if "forward" in self.details and each.ended_s:
+                self._below(above, "forward", arrived_s + each.began_s, arrived_s + each.ended_s, told)
+
+    def _below(
+        self, parent: SpanContext, name: str, began_s: float, ended_s: float, told: Mapping[str, Any] | None = None
+    ) -> SpanContext:
+        """Exports a span below another one of the same trace, and returns its context."""
+        from opentelemetry.trace import SpanContext
+
+        span = SpanContext(parent.trace_id, self._ids.generate_span_id(), False, parent.trace_flags, parent.trace_state)
+        self._end(span, parent, name, began_s, ended_s, told)
+        return span
+
+    def _end(
+        self,
+        context: SpanContext,
+        parent: SpanContext | None,
+        name: str,
+        began_s: float,
+        ended_s: float,
+        told: Mapping[str, Any] | None,
+        **more: Any,
+    ) -> None:
+        from opentelemetry.sdk.trace import ReadableSpan
+
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self._resource,
+            told,
+            start_time=int(began_s * _NS),
+            end_time=int(ended_s * _NS),
+            instrumentation_scope=self._scope,
+            **{key: value for key, value in more.items() if value is not None},
+        )
+        self._processor.on_end(span)
+
+
+class StepTimes(NamedTuple):
+    """A step that a request took part in: seconds since the request's arrival at the core."""
+
+    planned_s: float
+    submitted_s: float
+    taken_s: float
+    """When the core had its result."""
+    began_s: float
+    """When the forward pass began and ended, by the worker's clock; 0 if it is not known."""
+    ended_s: float
+    num_tokens: int
+
+
+class RequestTrace:
+    """The trace of one request, whose spans are exported at its end."""
+
+    __slots__ = ("_tracer", "origin", "parent", "root", "steps", "trace_id", "wants_steps")
+
+    def __init__(self, tracer: Tracer, origin: Origin, root: SpanContext, parent: SpanContext | None) -> None:
+        """root: of the span of the whole request; parent: of its caller's."""
+        self._tracer, self.origin, self.root, self.parent = tracer, origin, root, parent
+        self.trace_id = f"{root.trace_id:032x}"
+        self.wants_steps = bool(tracer.details)
+        self.steps: list[StepTimes] = []
+
+    def note_steps(self, times: Tensor) -> None:
+        """times: the rows of Finish.steps, [num_steps, NUM_STEP_TIMES] float64."""
+        values = times.data.cast("d").tolist()
+        for at in range(0, len(values), NUM_STEP_TIMES):
+            *seconds, num_tokens = values[at : at + NUM_STEP_TIMES]
+            self.steps.append(StepTimes._make([*seconds, int(num_tokens)]))
+
+    def steps_of(self, part: str, ended_s: float) -> list[StepTimes]:
+        """The steps of `prefill`, which ended then, or those behind it, of `decode`."""
+        if part == "decode":
+            return self.steps
+        first, self.steps = self.steps, [each for each in self.steps if each.taken_s > ended_s]
+        return [each for each in first if each.taken_s <= ended_s]
+
+    def on_done(self, stream: RequestStream) -> None:
         try:
-            self._make_spans(origin, stream)
+            self._tracer.export(self, stream)
         except Exception as error:
             let_interrupts_pass(error)
             logger.exception("the trace of a request could not be exported")
 
-    def _make_spans(self, origin: Origin, stream: RequestStream) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        metrics = stream.metrics
-        submitted_s = metrics.arrival_time
-        ended_s = submitted_s + metrics.total_s if metrics.total_s is not None else time.time()
-        caller = TraceContextTextMapPropagator().extract(origin.headers)
-        root = self._tracer.start_span(
-            "llm_request",
-            context=caller,
-            kind=SpanKind.SERVER,
-            attributes=attributes_of(stream),
-            start_time=_ns(origin.arrived_s),
-        )
-        if root.is_recording():  # the sampler wants it
-            if stream.error is not None:
-                root.set_status(Status(StatusCode.ERROR, str(stream.error)[:500]))
-            below = set_span_in_context(root)
-            for name, began_s, until_s in _parts(origin, stream):
-                self._tracer.start_span(name, context=below, start_time=_ns(began_s)).end(_ns(until_s))
-        root.end(_ns(ended_s))
-
-
-class _Trace(RequestListener):
-    """Waits for the end of one request."""
-
-    def __init__(self, tracer: Tracer, origin: Origin) -> None:
-        self._tracer, self._origin = tracer, origin
-
-    def on_done(self, stream: RequestStream) -> None:
-        self._tracer.export(self._origin, stream)
+def tracer_of(endpoint: str | None, details: str | None) -> Tracer | None:
+    """A tracer for these options; None without an endpoint. Raises OptionError."""
+    return None if endpoint is None else Tracer(endpoint, details)
 
 
 def _parts(origin: Origin, stream: RequestStream) -> list[tuple[str, float, float]]:
@@ -210,7 +331,3 @@ def _missing(error: ImportError) -> OptionError:
     return OptionError(
         f"otlp_traces_endpoint needs OpenTelemetry: in Headrace's clone, pip install '.[otel]' ({error})"
     )
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * _NS)

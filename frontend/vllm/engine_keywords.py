@@ -131,6 +131,9 @@ class EngineOptions(TypedDict, total=False):
     worker_extension_cls: str | None
     profiler_config: dict[str, Any] | None
     disable_log_stats: bool | None
+    kv_cache_metrics: bool | None
+    kv_cache_metrics_sample: float | None
+    enable_mfu_metrics: bool | None
 
     # vLLM's further options, each with the type of the values that are taken.
     data_parallel_start_rank: float | None
@@ -273,12 +276,9 @@ class EngineOptions(TypedDict, total=False):
     io_processor_plugin: None
     additional_config: Mapping[str, Any] | None
     override_neuron_config: Mapping[str, Any] | None
-    otlp_traces_endpoint: None
-    collect_detailed_traces: None
-    kv_cache_metrics: bool | None
-    kv_cache_metrics_sample: float | None
+    otlp_traces_endpoint: str | None
+    collect_detailed_traces: str | None
     enable_layerwise_nvtx_tracing: bool | None
-    enable_mfu_metrics: bool | None
     aggregate_engine_logging: bool | None
     enable_logging_iteration_details: bool | None
     custom_histogram_buckets: None

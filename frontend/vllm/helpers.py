@@ -267,6 +267,7 @@ class EngineSignature:
         from headrace.core.options.engine_options import Options
         from headrace.core.options.values import option_specs
         from headrace.core.options.vllm_options import taken_options
+        from headrace.frontend.tracing.options import NAMES as OF_TRACES
 
         own = inspect.signature(owner.__init__, eval_str=False).parameters  # type: ignore[misc]
         parameters = [own[name] for name in self._first]
@@ -275,6 +276,7 @@ class EngineSignature:
         for name, spec in option_specs().items():
             if name not in self._first:
                 parameters.append(inspect.Parameter(name, kind, default=spec.default, annotation=hints[name]))
+        parameters += [inspect.Parameter(name, kind, default=None, annotation=str | None) for name in OF_TRACES]
         known = {each.name for each in parameters}
         parameters += [
             inspect.Parameter(name, kind, default=default, annotation=Any)

@@ -30,6 +30,8 @@ from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of
+from headrace.frontend.tracing.options import NAMES as OF_TRACES
+from headrace.frontend.tracing.options import take_traces
 from headrace.frontend.vllm.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -43,6 +45,7 @@ from headrace.frontend.vllm.unsupported import DECISIONS, METHODS, check_argumen
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
+    from headrace.core.options.engine_options import Options
     from headrace.frontend.vllm.engine_keywords import EngineOptions
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
@@ -57,6 +60,13 @@ class _Defaults(type):
         return copy(option_specs()[name].default)
 
 
+def _parsed(given: Mapping[str, Any]) -> Options:
+    """The engine's options of those given. Raises OptionError."""
+    of_engine = {**given}
+    take_traces(of_engine)
+    return parse_options(**of_engine)
+
+
 class EngineArgs(metaclass=_Defaults):
     """An engine's options as an object. `vars` holds those that were given; the others read as their defaults.
 
@@ -66,7 +76,7 @@ class EngineArgs(metaclass=_Defaults):
 
     def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
         given: dict[str, Any] = {**options} if model is None else {"model": model, **options}
-        parse_options(**given)
+        _parsed(given)
         vars(self).update(given)
 
     if TYPE_CHECKING:  # every option is an attribute, which a script may set
@@ -84,6 +94,8 @@ class EngineArgs(metaclass=_Defaults):
     """Every option as a dataclass field, so that dataclasses.asdict, fields and replace work."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in OF_TRACES:
+            return vars(self).get(name)
         if name not in option_specs():
             if name in compilation_config.DEFAULTS:
                 return copy(compilation_config.DEFAULTS[name])
@@ -91,7 +103,7 @@ class EngineArgs(metaclass=_Defaults):
             if lacking is not None and lacking.passes:  # the value that describes what the engine does anyway
                 return copy(lacking.passes[0])
             raise no_attribute("EngineArgs", name, {}, DECISIONS if name.startswith("create_") else None)
-        value = getattr(parse_options(**vars(self)), name)
+        value = getattr(_parsed(vars(self)), name)
         return None if name == "model" and value == "" else value  # LLM takes None, too, for no model
 
     def __repr__(self) -> str:
@@ -101,7 +113,7 @@ class EngineArgs(metaclass=_Defaults):
         """Whether an engine would be started with the same options."""
         if not isinstance(other, EngineArgs):
             return NotImplemented
-        return parse_options(**vars(self)) == parse_options(**vars(other))
+        return _parsed(vars(self)) == _parsed(vars(other))
 
     __hash__ = None  # type: ignore[assignment]  # attributes may change
 

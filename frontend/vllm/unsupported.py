@@ -80,7 +80,7 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "mm_processor_kwargs": (NO_MEDIA, ()),
         "media_io_kwargs": (NO_MEDIA, ()),
         "reasoning_ended": ("reasoning is not told apart from the answer", (False,)),
-        "trace_headers": (NO_TRACES, ()),
+        "trace_headers": ("AsyncLLM.generate, encode and add_request take it", ()),
         "arrival_time": ("a request arrives when it is submitted", ()),
         "data_parallel_rank": ("the least busy engine takes each prompt; AsyncLLM.generate lets one be named", (0,)),
         "session_id": ("a request goes where its prefix is cached, without a name for it", (ANY,)),

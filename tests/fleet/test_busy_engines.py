@@ -120,7 +120,7 @@ def test_the_metrics_and_the_log_ask_all_engines_at_once(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Engine, "stats", stats)
         pool = EnginePool([Attached(f"ipc:///none-{number}") for number in range(3)])
-        await asyncio.wait_for(Exposition(Pages(), pool, "vllm").text(), 30)
+        await asyncio.wait_for(Exposition(Pages(), pool, "vllm").text(""), 30)
         asked.clear()
         all_asked.clear()
         for engine in pool.engines:

@@ -15,6 +15,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from served_routes import ROUTES, document_of
+from server_here import serving_here
+
+from headrace.core.options.option import Secret
+from headrace.frontend.http.process.options import ServeOptions
 
 COMPLETIONS = "/v1/completions"
 
@@ -133,3 +137,31 @@ def test_histograms_are_cumulative_and_count_what_happened():
     assert re.search(r'request_success_total\{.*finished_reason="length".*\} 3.0', text)
     assert re.search(r"headrace:generation_tokens_total\{.*\} 18.0", text)
     assert re.search(r"headrace:request_prompt_tokens_sum\{.*\} 9.0", text)
+
+
+def test_each_route_has_its_own_counts_once_it_has_been_called() -> None:
+    with serving_here(ServeOptions(port=0, api_key=(Secret("k"),))) as server, server.client() as client:
+        client.headers["authorization"] = "Bearer k"
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert client.post("/v1/messages", json={"model": "null", **body}).status_code == 200
+        assert client.get("/v1/models/null").status_code == 200
+        assert client.get("/v1/models/other").status_code == 404
+        assert client.get("/v1/models/null", headers={"authorization": ""}).status_code == 401
+        assert client.post("/v1/completions/", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/nothing/here").status_code == 404
+        text = client.get("/metrics").text
+    counted = {
+        (path, method, status): int(float(count))
+        for path, method, status, count in re.findall(
+            r'^http_requests_total\{handler="(.*)",method="(.*)",status="(.*)"\} (\S+)$', text, re.MULTILINE
+        )
+    }
+    assert {key: count for key, count in counted.items() if count} == {
+        ("/v1/messages", "POST", "2xx"): 1,
+        ("/v1/models/{model}", "GET", "2xx"): 1,
+        ("/v1/models/{model}", "GET", "4xx"): 2,
+        ("/v1/completions", "POST", "2xx"): 1,
+        ("/v1/completions", "POST", "4xx"): 1,
+        ("none", "", "4xx"): 1,
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +14,19 @@ from typing import Any
 import httpx
 import pytest
 from http_server import ask, stream
+from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from server_here import serving_here
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.tracing.tracer import PROTOCOL_VARIABLE, Tracer
 from headrace.ipc.failure import OptionError
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 CHAT = "/v1/chat/completions"
+NULL: Any = {"distributed_executor_backend": BACKEND, "hf_overrides": {"vocab_size": VOCAB_SIZE}}
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -73,8 +79,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 @contextmanager
-def traced(collector: Collector) -> Iterator[httpx.Client]:
-    with serving_here(ServeOptions(port=0, otlp_traces_endpoint=collector.url)) as server, server.client() as client:
+def traced(collector: Collector, details: str | None = None, **more: Any) -> Iterator[httpx.Client]:
+    options = ServeOptions(port=0, otlp_traces_endpoint=collector.url, collect_detailed_traces=details)
+    with serving_here(options, **more) as server, server.client() as client:
         yield client
 
 
@@ -149,6 +156,112 @@ def test_a_collector_that_is_away_costs_a_request_nothing(monkeypatch: pytest.Mo
     gone = Collector("http://127.0.0.1:9/v1/traces")
     with traced(gone) as client:
         assert ask(client, "/v1/completions", prompt="x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("details", "names"),
+    [("all", {"schedule", "execute", "forward"}), ("model", {"forward"}), ("worker, model", {"execute", "forward"})],
+)
+def test_detailed_traces_have_each_step_below_the_part_that_it_belongs_to(
+    collector: Collector, details: str, names: set[str]
+) -> None:
+    num_tokens, prompt = 12, 200
+    with traced(collector, details, null_model={"step_delay_s": 0.001}, max_num_batched_tokens=64) as client:
+        client.headers["traceparent"] = f"00-{TRACE}-{CALLER}-01"
+        body = {"messages": [{"role": "user", "content": "x" * prompt}], "max_tokens": num_tokens, "ignore_eos": True}
+        events = stream(client, CHAT, {**body, "stream_options": {"include_usage": True}})
+    root = collector.named("llm_request")
+    parts = collector.below(root)
+    assert list(parts) == ["tokenize", "queue", "prefill", "decode"]
+    by_id = {each.span_id: each for each in collector.spans}
+    steps = [each for each in collector.spans if each.name in ("schedule", "execute", "forward")]
+    assert {each.name for each in steps} == names
+    assert all(each.trace_id.hex() == TRACE for each in steps)
+    outer = next(name for name in ("execute", "forward") if name in names)
+    for part, fewest in (("prefill", events[-1]["usage"]["prompt_tokens"] / 64), ("decode", num_tokens - 1)):
+        own = [each for each in steps if each.parent_span_id == parts[part].span_id]
+        assert {each.name for each in own} == names - ({"forward"} if "execute" in names else set())
+        assert len([each for each in own if each.name == outer]) >= fewest, part
+        computed = sum(attributes(each)["headrace.step.num_tokens"] for each in own if each.name == outer)
+        assert computed == (events[-1]["usage"]["prompt_tokens"] if part == "prefill" else num_tokens - 1)
+    for each in steps:
+        assert root.start_time_unix_nano <= each.start_time_unix_nano <= each.end_time_unix_nano
+        above = by_id[each.parent_span_id]
+        if each.name == "forward" and "execute" in names:
+            assert above.name == "execute"
+            assert above.start_time_unix_nano <= each.start_time_unix_nano
+            assert each.end_time_unix_nano <= above.end_time_unix_nano
+        else:
+            assert above.name in ("prefill", "decode")
+
+
+def test_a_slow_bucket_leads_to_the_trace_of_a_request_in_it(collector: Collector) -> None:
+    """Prometheus asks for OpenMetrics; who asks for the plain format gets no exemplars."""
+    with traced(collector) as client:
+        ask(client, "/v1/completions", prompt="x", max_tokens=2)
+        plain = client.get("/metrics")
+        prometheus = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"}
+        asked = client.get("/metrics", headers=prometheus)
+    assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    trace = collector.named("llm_request").trace_id.hex()
+    exemplars = re.findall(r'^headrace:(\w+)_bucket\{.*\} \S+ # \{trace_id="(\w+)"\} (\S+) (\S+)$', asked.text, re.M)
+    assert {"time_to_first_token_seconds", "e2e_request_latency_seconds"} <= {name for name, *_ in exemplars}
+    assert {each[1] for each in exemplars} == {trace}
+    assert "trace_id" not in plain.text
+    families = text_string_to_metric_families(asked.text)  # raises for what is no OpenMetrics
+    told = {sample.name for family in families for sample in family.samples if sample.exemplar}
+    assert "headrace:request_prompt_tokens_bucket" in told
+
+
+def test_a_request_that_nobody_samples_leaves_no_exemplar(collector: Collector) -> None:
+    with traced(collector) as client:
+        client.headers["traceparent"] = f"00-{TRACE}-{CALLER}-00"
+        ask(client, "/v1/completions", prompt="x", max_tokens=2)
+        assert "trace_id" not in client.get("/metrics", headers={"accept": "application/openmetrics-text"}).text
+
+
+def test_an_llm_exports_traces_of_its_requests(collector: Collector) -> None:
+    options: Any = {"otlp_traces_endpoint": collector.url, "collect_detailed_traces": "model"}
+    with LLM("null", in_process=True, **NULL, **options) as llm:
+        llm.generate(["one", "two"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        for _ in llm.stream("three", SamplingParams(max_tokens=2)):
+            pass
+    roots = [each for each in collector.spans if each.name == "llm_request"]
+    assert sorted(attributes(each)["gen_ai.usage.completion_tokens"] for each in roots) == [2, 3, 3]
+    assert len({each.trace_id for each in roots}) == 3
+    assert {"queue", "prefill", "decode", "forward"} <= {each.name for each in collector.spans}
+
+
+def test_an_async_llm_continues_its_callers_trace(collector: Collector) -> None:
+    async def run() -> None:
+        async with AsyncLLM("null", otlp_traces_endpoint=collector.url, **NULL) as llm:
+            assert await llm.is_tracing_enabled()
+            headers = {"TraceParent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1", "other": "x"}
+            async for _ in llm.generate("x", SamplingParams(max_tokens=2), trace_headers=headers):
+                pass
+
+    asyncio.run(run())
+    root = collector.named("llm_request")
+    assert (root.trace_id.hex(), root.parent_span_id.hex(), root.trace_state) == (TRACE, CALLER, "vendor=1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collect_detailed_traces": "all"}, "otlp_traces_endpoint"),
+        ({"collect_detailed_traces": "everything"}, "allowed: model, worker, all"),
+        ({"otlp_traces_endpoint": 4317}, "must be a text"),
+    ],
+)
+def test_options_of_traces_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        LLM("null", in_process=True, **options)
+    if all(isinstance(each, str) for each in options.values()):
+        with pytest.raises(OptionError, match=message):
+            check_serve_options(ServeOptions(**options))
+    with pytest.raises(OptionError, match=message):
+        EngineArgs(model="null", **options)
 
 
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

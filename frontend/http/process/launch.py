@@ -222,7 +222,7 @@ def _serve_here(
 
         owned[0].on_ready = first_is_ready
     server.logs_stats = not engine_options.disable_log_stats
-    server.on_ready = lambda: phases.finish(ready_text(url, options))
+    server.on_ready = lambda: say_ready(phases, url, options)
     server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
 
     async def serve() -> int:
@@ -254,6 +254,21 @@ def say_engine_ended(failure: Failure) -> None:
 
 def say_engine_returned(address: str) -> None:
     say(f"the engine at {address} is there again")
+
+
+def say_ready(phases: PhaseLog, url: str, options: ServeOptions) -> None:
+    """Ends the start, and shows the page if that was asked for."""
+    phases.finish(ready_text(url, options))
+    if options.open:
+        # A browser may take seconds to start, and one of a terminal returns when it is left.
+        threading.Thread(target=_open_page, args=(url,), name="browser", daemon=True).start()
+
+
+def _open_page(url: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(url):
+        say(f"no browser was found; open {url} in one")
 
 
 def ready_text(url: str, options: ServeOptions) -> str:

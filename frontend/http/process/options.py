@@ -12,6 +12,7 @@ from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.fleet.options import ENGINES, HEARTBEAT_TIMEOUT_S, HeartbeatTimeout
 from headrace.frontend.text.chat_template import ContentFormat
+from headrace.frontend.tracing.options import check_traces
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.log import CONFIG_VARIABLE, FORMAT_VARIABLE, LEVEL_VARIABLE
 
@@ -383,6 +384,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Serve a page at / with a chat and a live view of the engines; with API keys it asks for one",
         ),
     ] = True
+    open: Annotated[bool, Option(OBSERVED, "Show the page in this machine's browser once the server is ready")] = False
     server_dev_mode: Annotated[
         bool,
         Option(
@@ -398,6 +400,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "OpenTelemetry collector to which a trace of each request goes, such as http://HOST:4317 by gRPC or, with "
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf, http://HOST:4318/v1/traces. Needs the extra otel",
             default_text="no traces",
+        ),
+    ] = None
+    collect_detailed_traces: Annotated[
+        str | None,
+        Option(
+            OBSERVED,
+            "Spans of each step in a request's trace: model has the forward passes, worker how long a step took from "
+            "its plan to its result, all has both and the planning; several with commas between them. Costs time at "
+            "each step of a traced request. Needs otlp_traces_endpoint",
+            default_text="none",
         ),
     ] = None
     metrics_prefix: Annotated[
@@ -525,5 +537,8 @@ def check_serve_options(options: ServeOptions) -> None:
             )
     if options.root_path and not options.root_path.startswith("/"):
         raise OptionError(f"root_path={options.root_path}: it must begin with /")
+    if options.open and (not options.ui or options.uds is not None):
+        raise OptionError("open shows the page at /: leave out " + ("uds" if options.ui else "no-ui"))
+    check_traces(options.otlp_traces_endpoint, options.collect_detailed_traces)
     if not options.metrics_prefix.isidentifier():
         raise OptionError(f"metrics_prefix={options.metrics_prefix}: use letters, digits and _")

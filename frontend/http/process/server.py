@@ -33,7 +33,7 @@ from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.text.chat_template import load_template
 from headrace.frontend.text.template_renderer import renderer
-from headrace.frontend.tracing.tracer import Tracer
+from headrace.frontend.tracing.tracer import tracer_of
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.resources import raise_file_limit
@@ -137,7 +137,7 @@ class HttpServer:
         self._options, self._sock, self._pages = options, sock, pages
         self._keys = Keys(read_keys(options), read_admin_keys(options))
         self._template = load_template(options.chat_template)
-        self._tracer = None if options.otlp_traces_endpoint is None else Tracer(options.otlp_traces_endpoint)
+        self._tracer = tracer_of(options.otlp_traces_endpoint, options.collect_detailed_traces)
         self._tls_arguments = tls_arguments(options)
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None

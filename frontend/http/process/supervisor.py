@@ -34,7 +34,7 @@ from headrace.core.process.supervisor import (
 )
 from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
 from headrace.frontend.fleet.start import of_rank
-from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
+from headrace.frontend.http.process.launch import PhaseLog, say, say_ready, say_workers
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.server import (
@@ -128,11 +128,12 @@ def serve_with_processes(
             if not keepers:
                 phases.enter(f"start {options.api_server_count} HTTP processes")
             if sock is not None:
-                text = ready_text(url_of(options, sock), options)
+                url = url_of(options, sock)
                 service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
+                service.on_ready = lambda: say_ready(phases, url, options)
             else:
                 text = f"ready: {len(keepers)} engines, for the host of the coordinator at {ranks.coordinator}"
-            service.on_ready = lambda: phases.finish(text)
+                service.on_ready = lambda: phases.finish(text)
             return service.run()
         finally:
             service.close()

@@ -26,6 +26,7 @@ from headrace.frontend.http.server.access import Access, AccessControl
 from headrace.frontend.http.server.connection import EXTENSION
 from headrace.frontend.http.server.errors import ApiError, shortened
 from headrace.frontend.http.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
+from headrace.frontend.http.server.metrics import Handler
 from headrace.frontend.http.server.request_log import RequestLine
 from headrace.frontend.http.server.route_spec import RouteSpec
 from headrace.frontend.http.server.state import ServerState
@@ -100,6 +101,7 @@ class App:
             for spec in state.routes
             if spec.header is None
         ]
+        state.pages.count_handlers((spec.method, spec.shown_path) for spec in state.routes if spec.is_documented)
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._specs = {spec.path: spec for spec in state.routes if spec.header is None}
         self._error_bodies = {prefix: body for api in state.apis for prefix, body in api.error_bodies.items()}
@@ -155,8 +157,7 @@ class App:
             exchange.close()
             self._state.pages.in_flight(-1)
             self._state.collector.busy(-1)
-            path = scope["path"].removeprefix(options.root_path)
-            self._state.pages.http_request(path, exchange.status, time.monotonic() - began_s)
+            self._state.pages.http_request(self._handler_of(scope), exchange.status, time.monotonic() - began_s)
             self._state.publish_counts()
             if line is not None:
                 self._log(line, scope, exchange, outcome, time.monotonic() - began_s)
@@ -169,6 +170,13 @@ class App:
         is_probe = scope["path"].removeprefix(self._state.options.root_path) in self._probes
         level = logging.DEBUG if is_probe else logging.INFO
         line.write(level, scope, id=id, status=exchange.status, outcome=outcome, duration_s=duration_s)
+
+    def _handler_of(self, scope: Scope) -> Handler | None:
+        """The route of a request, whether it was let through or not."""
+        if (endpoint := scope.get("endpoint")) is None:  # Starlette's router has not come to it
+            found = (route for route in self._router.routes if route.matches(scope)[0] == Match.FULL)
+            endpoint = next((getattr(route, "endpoint", None) for route in found), None)
+        return endpoint.handler if isinstance(endpoint, _Endpoint) else None
 
     def _drop_slash(self, scope: Scope, root_path: str) -> None:
         """A route's path may end in a slash, which clients add that join paths to a base address."""
@@ -211,6 +219,7 @@ class _Endpoint:
     def __init__(self, spec: RouteSpec, variants: Iterable[RouteSpec], state: ServerState) -> None:
         """variants: routes that answer requests with a header, of which some may have this path."""
         self._spec, self._state = spec, state
+        self.handler = (spec.method, spec.shown_path)
         self._variants = [each for each in variants if (each.method, each.path) == (spec.method, spec.path)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.frontend.client.engine_metrics import ENGINE_METRICS, METRICS_BY_LABEL
+from headrace.frontend.client.engine_metrics import ENGINE_HISTOGRAMS, ENGINE_METRICS, METRICS_BY_LABEL
 from headrace.frontend.client.request_metrics import REQUEST_HISTOGRAMS, SUCCESS
 from headrace.frontend.http.server.metrics import ROUTER_COUNTERS
 
@@ -38,7 +38,14 @@ def sections() -> Iterator[tuple[str, list[Panel]]]:
     """Rows of the dashboard, with their panels."""
     engine = [_plain(kind, name, text) for kind, name, text, _ in ENGINE_METRICS if name not in _FORMER]
     engine += [_plain(kind, name, text, label) for kind, name, text, label, _ in METRICS_BY_LABEL]
-    groups = {"spec_decode_": "Speculation", "eplb_": "Balance of experts", "engine_": "Steps of the engine"}
+    engine += [_percentiles(name, text) for name, text, _, _ in ENGINE_HISTOGRAMS]
+    groups = {
+        "kv_block_": "Blocks of the KV cache",
+        "estimated_": "Utilisation",
+        "spec_decode_": "Speculation",
+        "eplb_": "Balance of experts",
+        "engine_": "Steps of the engine",
+    }
     of_group: dict[str, list[Panel]] = {"Load": [], **{title: [] for title in groups.values()}}
     for panel in engine:
         title = next((group for start, group in groups.items() if panel.title.startswith(start)), "Load")

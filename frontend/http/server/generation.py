@@ -32,7 +32,7 @@ from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt
-from headrace.frontend.tracing.tracer import follow
+from headrace.frontend.tracing.tracer import with_trace
 from headrace.ipc.failure import (
     EngineDeadError,
     HeadraceError,
@@ -148,8 +148,7 @@ class PreparedRequest(RequestListener):
         for request in requests:
             if request.name in pool:  # two clients may choose the same id; each gets its response under it
                 request = msgspec.structs.replace(request, name=f"{request.name}-{uuid.uuid4().hex}")
-            stream = pool.submit(request, self, model=self.engine.names[0], affinity=self.affinity)
-            follow(stream)
+            stream = pool.submit(with_trace(request), self, model=self.engine.names[0], affinity=self.affinity)
             self.streams.append(stream)
             await pace.step()
 

@@ -3,7 +3,8 @@
 Each engine's own statistics (load, cache, tokens) are requested from it at each scrape. Request metrics are counted by
 `RequestMeter`s, in one page of float64 numbers per HTTP process:
 
-    file:  | page of process 0 | page of process 1 | ...           page:  | process | engine 0 | engine 1 | ...
+    file:  | page of process 0 | page of process 1 | ...
+    page:  | process | handler 0 | handler 1 | ... | engine 0 | engine 1 | ...
 
 Only one process writes a page, by plain stores; any process answers a scrape with the sum over all pages.
 """
@@ -11,11 +12,12 @@ Only one process writes a page, by plain stores; any process answers a scrape wi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.client.engine_metrics import ENGINE_METRICS, METRICS_BY_LABEL
+from headrace.frontend.client.engine_metrics import ENGINE_HISTOGRAMS, ENGINE_METRICS, METRICS_BY_LABEL
 from headrace.frontend.client.request_metrics import (
     FINISH_REASONS,
     REJECTIONS,
@@ -23,6 +25,7 @@ from headrace.frontend.client.request_metrics import (
     REQUEST_LAYOUT,
     SHORT,
     SUCCESS,
+    Exemplars,
     Histograms,
     Layout,
     RequestMeter,
@@ -32,7 +35,7 @@ from headrace.frontend.client.request_metrics import (
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
-from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
+from headrace.ipc.messages import EngineStats
 
 _ITEM_BYTES = 8
 _PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
@@ -41,11 +44,11 @@ _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"
 _FULL = "max_num_queued_reqs"
 """The only reason for rejections, under vLLM's name: queues are bounded by their number of requests
 (max_waiting_requests)."""
-_PROCESS_HISTOGRAMS: Histograms = {
+PROCESS_HISTOGRAMS: Histograms = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
     "router_gap_seconds": (SHORT, "Of requests that lost their engine: from their last token before to the next."),
 }
-_PROCESS_COUNTERS = {
+PROCESS_COUNTERS = {
     "http_requests": "HTTP requests for completions.",
     "http_disconnects": "Requests whose client left before the end.",
     "tokens_after_disconnect": "Tokens generated for requests whose client had disconnected.",
@@ -57,36 +60,38 @@ ROUTER_COUNTERS = {
     "router_prompt_tokens": ("Prompt tokens: all, expected in a prefix cache, and found there.", PROMPT_TOKENS),
 }
 """By name: help text, and the values of the label `reason`."""
-_IN_FLIGHT = "requests_in_flight"
-HANDLERS = {
-    "/v1/completions": "POST",
-    "/v1/chat/completions": "POST",
-    "/invocations": "POST",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/v1/models": "GET",
-    "/health": "GET",
-    "/metrics": "GET",
-    "none": "",
+_IN_FLIGHT, _UP, _CACHE = "requests_in_flight", "engine_up", "cache_config_info"
+_ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
+OTHER_METRICS = {
+    _ACCEPTED: ("counter by `position`", "Draft tokens that were right, by their place in the draft."),
+    _UP: ("gauge", "Whether the engine is there."),
+    _CACHE: ("gauge", "1, with the cache's shape as labels."),
+    REJECTIONS: ("counter by `reason`", "Requests that found a queue full."),
+    _IN_FLIGHT: ("gauge", "HTTP requests in progress."),
+    **{later: ("histogram", f"The same as {name}.") for name, later in _ALSO_KNOWN_AS.items()},
 }
-"""Paths whose HTTP requests are counted separately, and their methods; all others are counted as "none"."""
+"""By name: kind and help of metrics with labels or values of their own kind."""
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
 _PROCESS_LAYOUT = Layout(
-    {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
+    PROCESS_HISTOGRAMS,
     (
-        *_PROCESS_COUNTERS,
+        *PROCESS_COUNTERS,
         _IN_FLIGHT,
-        *(f"{status}{path}" for path in HANDLERS for status in _STATUSES),
         *(f"{name}/{reason}" for name, (_, reasons) in ROUTER_COUNTERS.items() for reason in reasons),
     ),
 )
-
-
+_HANDLER_LAYOUT = Layout({_HTTP_DURATION: (_DURATIONS, "")}, _STATUSES)
+Handler = tuple[str, str]
+"""The method and path of a route."""
+_NO_ROUTE: Handler = ("", "none")
+MOST_HANDLERS = 256
+"""Routes whose requests are counted separately; those of others, and of no route, are counted as those of "none"."""
 MOST_ENGINES = 1024
 """Engines whose requests are counted separately; those of further engines are counted with the last one's."""
-_PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * REQUEST_LAYOUT.size
+_FIRST_ENGINE = _PROCESS_LAYOUT.size + MOST_HANDLERS * _HANDLER_LAYOUT.size
+_PAGE_SIZE = _FIRST_ENGINE + MOST_ENGINES * REQUEST_LAYOUT.size
 
 
 def pages_bytes(num_processes: int) -> int:
@@ -95,7 +100,11 @@ def pages_bytes(num_processes: int) -> int:
 
 
 def _engine_offset(index: int) -> int:
-    return _PROCESS_LAYOUT.size + min(index, MOST_ENGINES - 1) * REQUEST_LAYOUT.size
+    return _FIRST_ENGINE + min(index, MOST_ENGINES - 1) * REQUEST_LAYOUT.size
+
+
+def _handler_offset(index: int) -> int:
+    return _PROCESS_LAYOUT.size + index * _HANDLER_LAYOUT.size
 
 
 class Pages:
@@ -113,6 +122,9 @@ class Pages:
         self._num_processes = num_processes
         self._start = index * _PAGE_SIZE
         self.process = self._numbers[self._start : self._start + _PROCESS_LAYOUT.size]
+        self.handlers: dict[Handler, int] = {_NO_ROUTE: 0}
+        """By route: the index of its counts, the same in all processes."""
+        self._exemplars: defaultdict[int, Exemplars] = defaultdict(dict)
         self.set(_IN_FLIGHT, 0.0)  # the page may be that of a process which died
 
     def engine(self, index: int) -> memoryview[float]:
@@ -122,7 +134,17 @@ class Pages:
 
     def meter(self, engine: int) -> RequestMeter:
         """For a request that begins at the engine of this rank."""
-        return RequestMeter(self.engine(engine), self.gap)
+        return RequestMeter(self.engine(engine), self.gap, self._exemplars[engine])
+
+    def exemplars(self, engine: int) -> Exemplars:
+        """Of this process's requests of one engine."""
+        return self._exemplars[engine]
+
+    def count_handlers(self, handlers: Iterable[Handler]) -> None:
+        """Counts requests of these routes separately from now on."""
+        for handler in handlers:
+            if len(self.handlers) < MOST_HANDLERS:
+                self.handlers.setdefault(handler, len(self.handlers))
 
     def num_generated(self) -> int:
         """Tokens generated for requests of this process that have ended, over all engines."""
@@ -143,11 +165,12 @@ class Pages:
     def in_flight(self, change: int) -> None:
         self.count(_IN_FLIGHT, change)
 
-    def http_request(self, path: str, status: int, seconds: float) -> None:
-        """Counts a request and its duration. A status of 0, without a response, counts as 2xx."""
-        path = path if path in HANDLERS else "none"
-        self.count(f"{min(max(status // 100, 2), 5)}xx{path}")
-        observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
+    def http_request(self, handler: Handler | None, status: int, seconds: float) -> None:
+        """Counts a request of a route (None: of none) and its duration. A status of 0, no response, counts as 2xx."""
+        first = self._start + _handler_offset(self.handlers.get(handler or _NO_ROUTE, 0))
+        counts = self._numbers[first : first + _HANDLER_LAYOUT.size]
+        counts[_HANDLER_LAYOUT.at[f"{min(max(status // 100, 2), 5)}xx"]] += 1.0
+        observe(counts, _HANDLER_LAYOUT.at[_HTTP_DURATION], _DURATIONS, seconds)
 
     def total_in_flight(self) -> int:
         return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
@@ -178,14 +201,16 @@ class Exposition:
         self._pages, self._pool, self._prefix = pages, pool, prefix
         self._last_stats: dict[int, EngineStats] = {}
 
-    async def text(self) -> bytes:
-        from prometheus_client import CollectorRegistry, generate_latest
+    async def text(self, accept: str) -> tuple[bytes, str]:
+        """The text and its content type. accept: the header of that name; OpenMetrics, which has exemplars, goes to
+        those who ask for it."""
+        from prometheus_client import CollectorRegistry
 
         for engine, stats in (await self._pool.stats()).items():
             self._last_stats[engine.index] = stats
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        return generate_latest(registry)
+        return _encoded(registry, accept)
 
     def describe(self) -> list[Any]:
         """No descriptions, so that registering does not call `collect` to find the names."""
@@ -209,8 +234,8 @@ class Exposition:
                     family.add_metric(_labels(engine), number)
             yield family
         accepted = CounterMetricFamily(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were right, by their place in the draft.",
+            f"{self._prefix}:{_ACCEPTED}",
+            OTHER_METRICS[_ACCEPTED][1],
             labels=("model_name", "engine", "position"),
         )
         for engine in self._pool.engines:
@@ -227,10 +252,10 @@ class Exposition:
                         family.add_metric((*_labels(engine), value_of_label), number)
             yield family
         yield from self._step_families()
-        up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
+        up = GaugeMetricFamily(f"{self._prefix}:{_UP}", OTHER_METRICS[_UP][1], labels=("engine",))
         info = GaugeMetricFamily(
-            f"{self._prefix}:cache_config_info",
-            "The cache's shape.",
+            f"{self._prefix}:{_CACHE}",
+            OTHER_METRICS[_CACHE][1],
             labels=(
                 *("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
                 *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
@@ -248,16 +273,13 @@ class Exposition:
     def _step_families(self) -> Iterator[Any]:
         from prometheus_client.core import HistogramMetricFamily
 
-        labels = ("model_name", "engine")
-        tokens = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", "Tokens of a step.", labels=labels)
-        for engine in self._pool.engines:
-            stats = self._last_stats.get(engine.index)
-            if stats is None:
-                continue
-            counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
-            bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
-            tokens.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=stats.times.step_tokens_sum)
-        yield tokens
+        for name, text, bounds, counted in ENGINE_HISTOGRAMS:
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
+            for engine in self._pool.engines:
+                stats = self._last_stats.get(engine.index)
+                if stats is not None and (found := counted(stats)) is not None:
+                    family.add_metric(_labels(engine), cumulative(bounds, found.counts), sum_value=found.sum)
+            yield family
 
     def _request_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -268,7 +290,8 @@ class Exposition:
                 family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
                 for engine in self._pool.engines:
                     *counts, total = self._pages.of_requests(engine.index, name)
-                    family.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=total)
+                    buckets = self._with_exemplars(engine, name, cumulative(bounds, counts))
+                    family.add_metric(_labels(engine), buckets, sum_value=total)
                 yield family
         success = CounterMetricFamily(
             f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
@@ -279,7 +302,7 @@ class Exposition:
                 success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
         yield success
         rejections = CounterMetricFamily(
-            f"{self._prefix}:{REJECTIONS}", "Requests that found a queue full.", labels=("model_name", "reason")
+            f"{self._prefix}:{REJECTIONS}", OTHER_METRICS[REJECTIONS][1], labels=("model_name", "reason")
         )
         counted: dict[str, float] = {}
         for engine in self._pool.engines:
@@ -289,10 +312,23 @@ class Exposition:
             rejections.add_metric((name, _FULL), count)
         yield rejections
 
+    def _with_exemplars(self, engine: Engine, name: str, buckets: list[tuple[str, float]]) -> list[Any]:
+        """The buckets of a histogram, each with the last traced request in it that this process has answered."""
+        if not (found := self._pages.exemplars(engine.index)):
+            return buckets
+        from prometheus_client.samples import Exemplar
+
+        return [
+            (*bucket, Exemplar({"trace_id": last.trace_id}, last.value, last.at_s))
+            if (last := found.get((name, index))) is not None
+            else bucket
+            for index, bucket in enumerate(buckets)
+        ]
+
     def _process_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        for name, text in _PROCESS_COUNTERS.items():
+        for name, text in PROCESS_COUNTERS.items():
             (value,) = self._pages.total(_PROCESS_LAYOUT.at[name], 1)
             yield CounterMetricFamily(f"{self._prefix}:{name}", text, value=value)
         for name, (text, reasons) in ROUTER_COUNTERS.items():
@@ -301,13 +337,13 @@ class Exposition:
                 counters.add_metric((reason,), self._pages.total(_PROCESS_LAYOUT.at[f"{name}/{reason}"], 1)[0])
             yield counters
         yield GaugeMetricFamily(
-            f"{self._prefix}:{_IN_FLIGHT}", "HTTP requests in progress.", value=self._pages.total_in_flight()
+            f"{self._prefix}:{_IN_FLIGHT}", OTHER_METRICS[_IN_FLIGHT][1], value=self._pages.total_in_flight()
         )
-        for name, (bounds, text) in _PROCESS_HISTOGRAMS.items():
+        for name, (bounds, text) in PROCESS_HISTOGRAMS.items():
             family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=())
-            self._add_histogram(family, (), _PROCESS_LAYOUT.at[name], bounds)
+            *counts, total = self._pages.total(_PROCESS_LAYOUT.at[name], len(bounds) + 2)
+            family.add_metric((), cumulative(bounds, counts), sum_value=total)
             yield family
-
         yield from self._http_families()
 
     def _http_families(self) -> Iterator[Any]:
@@ -318,16 +354,32 @@ class Exposition:
             _HTTP_DURATION, "From a request's arrival to the end of its answer.", labels=("handler", "method")
         )
         requests = CounterMetricFamily(_HTTP_REQUESTS, "HTTP requests.", labels=("handler", "method", "status"))
-        for path, method in HANDLERS.items():
-            self._add_histogram(durations, (path, method), _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS)
+        for (method, path), index in self._pages.handlers.items():
+            counts = self._pages.total(_handler_offset(index), _HANDLER_LAYOUT.size)
+            if index and not any(counts):
+                continue  # routes that nobody has called
+            *buckets, total = counts[: len(_DURATIONS) + 2]
+            durations.add_metric((path, method), cumulative(_DURATIONS, buckets), sum_value=total)
             for status in _STATUSES:
-                (value,) = self._pages.total(_PROCESS_LAYOUT.at[f"{status}{path}"], 1)
-                requests.add_metric((path, method, status), value)
+                requests.add_metric((path, method, status), counts[_HANDLER_LAYOUT.at[status]])
         yield from (durations, requests)
 
-    def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
-        *counts, total = self._pages.total(at, len(bounds) + 2)
-        family.add_metric(labels, cumulative(bounds, counts), sum_value=total)
+
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_OPEN_METRICS = "application/openmetrics-text"
+
+
+def _encoded(registry: Any, accept: str) -> tuple[bytes, str]:
+    if _OPEN_METRICS not in accept:
+        from prometheus_client import generate_latest
+
+        return generate_latest(registry), _TEXT
+    from prometheus_client.openmetrics import exposition
+
+    # By default some versions of the library write the colons in samples' names as underscores. No name here needs more
+    # than the characters that every reader takes.
+    as_they_are = {"escaping": exposition.ALLOWUTF8} if hasattr(exposition, "ALLOWUTF8") else {}
+    return exposition.generate_latest(registry, **as_they_are), f"{_OPEN_METRICS}; version=1.0.0; charset=utf-8"
 
 
 def _labels(engine: Engine) -> tuple[str, str]:

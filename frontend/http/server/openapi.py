@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
-_PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 
 
 def document(
@@ -48,7 +47,7 @@ def document(
                 properties[name]["enum"] = [None, *field.values]
     paths: dict[str, Any] = {}
     for route in routes:
-        path = _PATH_PARAMETER.sub(r"{\1}", route.path)
+        path = route.shown_path
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, keys)
     components = {name: _without_titles(schema) for name, schema in components.items()}
     return msgspec.json.encode(
@@ -74,8 +73,7 @@ def _operation(route: RouteSpec, keys: Keys) -> dict[str, Any]:
     if route.query is not None:
         described = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
         operation["parameters"] = [{"name": name, "in": "query", "schema": each} for name, each in described.items()]
-    names = [match.group(1) for match in _PATH_PARAMETER.finditer(route.path)]
-    if names:
+    if names := route.path_parameters:
         operation["parameters"] = operation.get("parameters", []) + [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from headrace.frontend.http.server.exchange import Exchange
 if TYPE_CHECKING:
     from headrace.frontend.http.server.state import ServerState
 
+_PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 GENERATION = (400, 404, 413, 415, 429, 500, 503, 504)
 TOKENS = (400, 404, 413, 415, 503)
 UNAVAILABLE = (503,)
@@ -49,6 +51,16 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the OpenAPI document has it: files of a page are no part of an API."""
     takes_any_type: bool = False
     """A JSON body is accepted without its content type, unless a web page sends it."""
+
+    @property
+    def shown_path(self) -> str:
+        """The path for a reader: a parameter is its name alone."""
+        return _PATH_PARAMETER.sub(r"{\1}", self.path)
+
+    @property
+    def path_parameters(self) -> list[str]:
+        """The names of the path's parameters."""
+        return [match.group(1) for match in _PATH_PARAMETER.finditer(self.path)]
 
 
 def get(path: str, handler: Handler, summary: str, response: Any = None, *, access: Access, **more: Any) -> RouteSpec:

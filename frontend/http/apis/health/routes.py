@@ -16,8 +16,6 @@ from headrace.frontend.http.server.openapi import docs_page, document
 from headrace.frontend.http.server.route_spec import UNAVAILABLE, Handler, RouteSpec, get
 from headrace.frontend.http.server.state import ServerState
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class VersionResponse(msgspec.Struct):
     version: str
@@ -44,7 +42,8 @@ async def load(state: ServerState, exchange: Exchange) -> None:
 
 async def metrics(state: ServerState, exchange: Exchange) -> None:
     state.publish_counts()
-    await exchange.answer_text(await state.exposition.text(), METRICS_TYPE)
+    text, content_type = await state.exposition.text(exchange.header(b"accept") or "")
+    await exchange.answer_text(text, content_type)
 
 
 async def health(state: ServerState, exchange: Exchange) -> None:
@@ -124,7 +123,12 @@ def _health(path: str, handler: Handler, summary: str, method: str = "GET") -> R
 ROUTES = (
     get("/version", version, "Show the version of Headrace", VersionResponse, access=Access.STATISTICS),
     get("/load", load, "Count the requests in progress", LoadResponse, access=Access.CLIENT),
-    get("/metrics", metrics, "Metrics in Prometheus's text format", access=Access.STATISTICS),
+    get(
+        "/metrics",
+        metrics,
+        "Metrics in Prometheus's text format, or as OpenMetrics with exemplars",
+        access=Access.STATISTICS,
+    ),
     _health("/health", health, "200 while at least one engine is connected and responds"),
     _health("/health/live", live, "Liveness: 503 once only a restart of the server helps"),
     _health("/health/ready", ready, "Readiness: 503 while the server takes no new requests"),
