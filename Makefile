@@ -18,7 +18,7 @@ CHANGED = $(shell { git diff --name-only --diff-filter=d HEAD; git ls-files --ot
 TYPED = $(filter benchmarks/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(filter headrace/%,$(CHANGED))) \
   $(addprefix $(TYPES)/,$(filter $(FOLDERS:=/%),$(CHANGED)))
 
-.PHONY: demo test test-system test-versions lint types types-of-tests fmt docs install demo-model bench-check
+.PHONY: demo test test-system test-versions lint types types-of-tests fmt docs docs-site install demo-model bench-check
 .PHONY: package release-check clean distclean
 .DELETE_ON_ERROR:
 
@@ -94,6 +94,14 @@ docs: install
 	$(BIN)/python -m headrace.frontend.http.server.dashboard
 	$(BIN)/python -m headrace.executor.checkpoints.formats.document
 	PYTHONPATH=tests/support $(BIN)/python tests/models/models_document.py
+	$(BIN)/python docs_site/reference.py
+	$(BIN)/python docs_site/plots.py
+
+# The pages of docs/ as a site, in build/site, with all links checked. Its program lives in an environment of its own.
+docs-site:
+	@$(PYTHON) -m venv $(VENV)/docs && $(VENV)/docs/bin/pip install --quiet --constraint constraints.txt zensical
+	$(VENV)/docs/bin/zensical build --clean --strict
+	@echo "the site is in build/site; $(VENV)/docs/bin/zensical serve shows it"
 
 install: $(INSTALLED)
 

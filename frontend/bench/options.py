@@ -181,6 +181,10 @@ class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_result: Annotated[bool, Option(RESULT, "Write the result to a file named after what ran, and when")] = False
     result_dir: Annotated[str | None, Option(RESULT, "Its folder", default_text="the current one")] = None
     result_filename: Annotated[str | None, Option(RESULT, "Its name")] = None
+    report: Annotated[
+        Literal["html"] | None,
+        Option(RESULT, "Also write the result as one self-contained page with figures and plots, beside its file"),
+    ] = None
     label: Annotated[str | None, Option(RESULT, "A name of this run, kept in the result")] = None
     metadata: Annotated[tuple[str, ...], Option(RESULT, "Kept in the result, as KEY=VALUE")] = ()
     machine_probe: Annotated[

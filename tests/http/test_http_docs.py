@@ -4,49 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import doc_blocks
 import pytest
 from http_server import Server, address_of_engine, serving
+from source_tree import ROOT
 
+from headrace.core.process.daemon import make_parser
 from headrace.frontend.cli import main as cli
+from headrace.ipc.failure import HeadraceError
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTED = "http://127.0.0.1:8000"
-
-
-def blocks(page: str, language: str = r"\w*") -> list[str]:
-    """The fenced ones."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-
-
-def curl_commands() -> list[str]:
-    text = "\n".join(blocks("docs/server.md", "sh")).replace("\\\n", "")
-    return [line for line in text.splitlines() if line.startswith("curl ")]
-
-
-def headrace_commands(page: str) -> list[str]:
-    """Of fenced and of indented blocks, without their comments."""
-    indented = re.findall(r"^    (.*)$", (ROOT / page).read_text(), re.MULTILINE)
-    lines = [*indented, *"".join(blocks(page)).splitlines()]
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("headrace ")]
+COMMANDS = doc_blocks.commands()
+CURLS = [(page, line) for page, line in COMMANDS if line.startswith("curl ")]
+OTHERS = [(page, line) for page, line in COMMANDS if not line.startswith("curl ")]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--served-model-name", "MODEL", "--max-model-len", "512") as server:
+    hermes = ("--tool-call-parser", "hermes")
+    with serving("--served-model-name", doc_blocks.MODEL, "--max-model-len", "2048", *hermes) as server:
         yield server
 
 
-@pytest.mark.parametrize("command", curl_commands())
-def test_a_documented_curl_command_is_answered(server, command):
-    assert DOCUMENTED in command
-    words = shlex.split(command.replace(DOCUMENTED, server.url))
+@pytest.mark.parametrize(("page", "command"), CURLS)
+def test_a_documented_curl_command_is_answered(server: Server, page: str, command: str) -> None:
+    assert doc_blocks.URL in command
+    words = shlex.split(command.replace(doc_blocks.URL, server.url))
     done = subprocess.run(
         [*words, "--silent", "--show-error", "--fail"], capture_output=True, text=True, check=False, timeout=30
     )
@@ -60,28 +49,47 @@ def test_a_documented_curl_command_is_answered(server, command):
         assert json.loads(done.stdout)
 
 
-def test_all_curl_commands_are_found():
-    assert len(curl_commands()) >= 7
-    assert (ROOT / "docs/server.md").read_text().count("\ncurl ") == len(curl_commands())
+def test_every_block_and_command_is_found() -> None:
+    """A block of a language that is not tried, and a curl command outside a block, would not be noticed."""
+    kinds = {block.kind for page in doc_blocks.PAGES for block in doc_blocks.blocks(page)}
+    assert kinds <= {"", "python", "sh", "bash", "console", "toml"}
+    told = sum((ROOT / page).read_text(encoding="utf-8").count("\ncurl ") for page in doc_blocks.PAGES)
+    not_run = sum(
+        block.text.count("curl ") for page in doc_blocks.PAGES for block in doc_blocks.blocks(page) if block.why_not
+    )
+    assert told == len(doc_blocks.repeated("curl ")) + not_run
+    assert len(OTHERS) > 40
 
 
-def test_the_documented_scripts_run(server):
+@pytest.mark.parametrize(("page", "script"), doc_blocks.scripts(), ids=lambda text: text if "\n" not in text else "")
+def test_the_scripts_of_a_page_run(server: Server, page: str, script: str, tmp_path: Path) -> None:
     """One after the other: the later use what the first has made."""
-    script = "\n".join(blocks("docs/server.md", "python"))
-    script = script.replace(DOCUMENTED, server.url)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    places = {doc_blocks.URL: server.url, doc_blocks.ADDRESS: address_of_engine(server)}
+    for written, meant in places.items():
+        script = script.replace(written, meant)
+    command = [sys.executable, "-c", doc_blocks.RUN, page, address_of_engine(server), server.url]
+    done = subprocess.run(
+        command, input=script, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 10
+    assert done.stdout or "print(" not in script
 
 
-@pytest.mark.parametrize("command", [*headrace_commands("README.md"), *headrace_commands("docs/server.md")])
-def test_a_documented_command_line_is_understood(command):
+@pytest.mark.parametrize(("page", "command"), OTHERS)
+def test_a_documented_command_line_is_understood(page: str, command: str) -> None:
     """Its options exist and take what is said; what the rest does is for the tests of each command."""
-    words = shlex.split(command)[1:]
+    program, *words = shlex.split(command)
+    if program == "make":
+        targets = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
+        assert words[0] in {name for each in targets for name in each.split()}
+        return
     try:
+        if program == "engine-core":
+            make_parser().parse_args(words)
+            return
         parsed = cli.make_parser(words).parse_args(words)
-    except SystemExit as refused:
-        pytest.fail(f"{command}: exit status {refused.code}")
+    except (SystemExit, HeadraceError) as refused:
+        pytest.fail(f"{command}: {refused}")
     assert isinstance(parsed, argparse.Namespace)
     assert parsed.command in cli.commands()
 
@@ -94,9 +102,9 @@ def test_a_documented_command_line_is_understood(command):
         ("headrace top --once --interval 0.1", "RUNNING"),
     ],
 )
-def test_commands_of_the_readme_attach_to_a_running_server(server, line, shown):
+def test_commands_of_the_readme_attach_to_a_running_server(server: Server, line: str, shown: str) -> None:
     if "--once" not in line:
-        assert line in headrace_commands("README.md")
+        assert ("README.md", line) in COMMANDS
     words = shlex.split(line)[1:]
     if words[0] != "ps":
         words += ["--engine", address_of_engine(server)]

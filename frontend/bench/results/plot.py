@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import math
@@ -65,6 +66,12 @@ def load_named(paths: Sequence[str]) -> list[Named]:
     labels = [record.get("label") or file.stem for file, record in found]
     names = [label if labels.count(label) == 1 else file.stem for label, (file, _) in zip(labels, found, strict=True)]
     return [Named(name, record) for name, (_, record) in zip(names, found, strict=True)]
+
+
+def check_drawable() -> None:
+    """Raises OptionError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError(_MISSING)
 
 
 def draw(results: Sequence[Named]) -> Any:

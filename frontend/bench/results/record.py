@@ -113,7 +113,7 @@ def new_record(benchmark: str, options: ResultOptions, arguments: dict[str, Any]
 
 
 def is_kept(options: ResultOptions) -> bool:
-    return bool(options.output_json or options.save_result or options.result_filename)
+    return bool(options.output_json or options.save_result or options.result_filename or options.report)
 
 
 def given(*structs: msgspec.Struct) -> dict[str, Any]:
@@ -128,6 +128,10 @@ def check_writable(options: ResultOptions) -> None:
     """Checks before the run that the result can be saved. Raises OptionError."""
     if not is_kept(options):
         return
+    if options.report:
+        from headrace.frontend.bench.results.plot import check_drawable
+
+        check_drawable()
     path = _path_of(options, "")
     named = "output_json" if options.output_json else "result_filename" if options.result_filename else "result_dir"
     said = f"--{named.replace('_', '-')}={getattr(options, named) or '.'}"
@@ -149,6 +153,10 @@ def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
         return None
     path = _path_of(options, record["benchmark"])
     write(path, record)
+    if options.report:
+        from headrace.frontend.bench.results.plot import plot
+
+        plot([str(path)], str(path.with_suffix("")), [options.report])
     return path
 
 
