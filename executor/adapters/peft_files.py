@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -66,8 +67,9 @@ class Adapter:
         return max((len(each.a) for each in self.modules.values() if each.a is not None), default=self.config.rank)
 
 
-def read_adapter(path: str, max_rank: int) -> Adapter:
-    """Raises ModelError, with the file and the cause, for a folder without a sound adapter, and for a higher rank."""
+def read_adapter(path: str, max_rank: int, most_elements: int) -> Adapter:
+    """Raises ModelError, with the file and the cause, for a folder without a sound adapter, for a higher rank, and for
+    more than most_elements values in all its tensors, before any is read."""
     folder = Path(path)
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
@@ -76,6 +78,9 @@ def read_adapter(path: str, max_rank: int) -> Adapter:
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):
         if rank > max_rank:
             raise ModelError(f"the adapter {path} has {what} {rank}, and max_lora_rank is {max_rank}")
+    elements = sum(math.prod(source.shape(name)) for name in source.names())
+    if elements > most_elements:
+        raise ModelError(f"the adapter {path} has {elements} values, and the model itself {most_elements}")
     digest = hashlib.sha256(config.canonical)
     modules: dict[str, AdapterModule] = {}
     for name in sorted(source.names()):

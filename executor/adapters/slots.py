@@ -12,6 +12,7 @@ from headrace.executor.adapters.peft_files import read_adapter
 from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.sizes import weight_elements
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.adapters import AdapterFacts
 
@@ -68,7 +69,7 @@ class AdapterSlots:
     def load(self, slot: int, path: str) -> AdapterFacts:
         """Raises ModelError, and leaves the slot empty."""
         self.drop(slot)
-        adapter = read_adapter(path, self._limits.max_rank)
+        adapter = read_adapter(path, self._limits.max_rank, weight_elements(self._layers.spec))
         deltas = self._layers.deltas(adapter)
         packed = {name: self._tables[name].pack(delta) for name, delta in deltas.items()}
         with self._lock:

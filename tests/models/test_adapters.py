@@ -8,22 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_checkpoints as made
 import tiny_models
 import torch
 from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
+from rank_threads import pool_for_each_rank, run_ranks
 from tiny_models import state_of
 from torch import Tensor
 
 from headrace import kernels
 from headrace.core.options.adapters import AdapterLimits
+from headrace.core.options.engine_options import Options
 from headrace.executor.adapters.slots import AdapterSlots
-from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart
 from headrace.executor.cpu.program import StepLimits
+from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import SINGLE
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World
 from headrace.ipc.adapters import RowAdapter
+
+__all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", fully_sharded=False, target_modules=())
 FAMILIES = (
@@ -39,9 +46,13 @@ def reference(name: str) -> Any:
     return tiny_models.build(name)
 
 
+def spec_of(model: Any) -> ArchSpec:
+    return spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+
+
 def make(name: str, kind: str, limits: AdapterLimits | None = LIMITS) -> tuple[Decoder | CpuDecoder, AdapterSlots]:
     model = reference(name)
-    spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    spec = spec_of(model)
     source = DictSource(state_of(model))
     decoder: Decoder | CpuDecoder
     if kind == "eager":
@@ -155,3 +166,73 @@ def test_base_rows_are_bitwise_those_of_a_batch_and_of_a_model_without_adapters(
     _, emptied = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8, adapters=mixed[:2])
     _, alone = Driver(plain).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8)
     assert torch.equal(emptied[0], alone[0]), "a slot that was emptied"
+
+
+ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3})}
+"""Heads that two ranks divide with padding."""
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("phi3", ""), ("nine_heads", ""), *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends"))],
+)
+def test_ranks_divide_the_factors_as_the_matrices(name: str, form: str, tmp_path: Path) -> None:
+    kind, changes = ODD.get(name, (name, {}))
+    model = tiny_models.build(kind, **changes)
+    models = PeftModels(model, tmp_path)
+    path = str(models.make("one", **VARIANTS.get(form, {})))
+    spec, source = spec_of(model), DictSource(state_of(model))
+    uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(0, 1.0),))
+
+    def answer(place: RankCoordinates) -> tuple[list[list[int]], list[Tensor]]:
+        decoder = CpuDecoderPart(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS), place=place)
+        AdapterSlots(LIMITS, decoder, place, lambda: source).load(0, path)
+        return Driver(decoder, place=place).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
+
+    for answers, logits in run_ranks(World(2, 1, 64, 8, spec.hidden_size, spec.vocab_size), answer):
+        check(answers, logits, models, ("one", "", "one"))
+
+
+def test_a_stage_takes_the_layers_of_an_adapter_that_are_its_own(tmp_path: Path) -> None:
+    model = reference("llama_biases")
+    path = str(PeftModels(model, tmp_path).make("one", **VARIANTS["whole_ends"]))
+    spec, source = spec_of(model), DictSource(state_of(model))
+    tables = []
+    for rank in range(2):
+        place = RankCoordinates.of(rank, 1, 2)
+        decoder = CpuDecoderPart(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS), place=place)
+        facts = AdapterSlots(LIMITS, decoder, place, lambda: source).load(0, path)
+        tables.append((facts.identity, set(decoder.adapter_tables)))
+    assert tables[0][0] == tables[1][0]
+    assert "model.embed_tokens" in tables[0][1] - tables[1][1]
+    assert "lm_head" in tables[1][1] - tables[0][1]
+    assert not {name for name in tables[0][1] & tables[1][1] if "layers" in name}
+
+
+QUANTISED = {
+    "gptq": (made.gptq, 1e-3),
+    "awq": (made.awq, 1e-3),
+    "fp8": (lambda: made.fp8("rows"), 2e-5),
+    "W8A16": (lambda: made.compressed("W8A16", **made.W8), 1e-3),
+    "nvfp4": (lambda: made.compressed("NVFP4", **made.F4), 2e-5),
+    "nf4": (lambda: made.bitsandbytes("nf4"), 2e-5),
+}
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_adapters_of_quantised_models_see_the_inputs_unquantised(case: str, tmp_path: Path) -> None:
+    """As peft computes them beside the same weights, dequantised."""
+    write, bound = QUANTISED[case]
+    model = made.write(tmp_path, tiny_models.build("llama"), *write())
+    models = PeftModels(model, tmp_path)
+    path = str(models.make("one"))
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    limits = StepLimits(64, 8, 128, adapters=LIMITS)
+    decoder = CpuDecoder(
+        spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, limits, keep_packed=True
+    )
+    AdapterSlots(LIMITS, decoder, SINGLE, checkpoint.weights).load(0, path)
+    answers, logits = Driver(decoder).greedy(PROMPTS[:1], NEW_TOKENS, chunk=16, adapters=((RowAdapter(0, 1.0),),))
+    expected = models.logits("one", PROMPTS[0], answers[0])
+    assert answers[0] == expected.argmax(-1).tolist()
+    assert float(((logits[0] - expected) ** 2).mean().sqrt() / expected.std()) < bound

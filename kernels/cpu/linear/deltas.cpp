@@ -7,8 +7,9 @@ namespace headrace {
 namespace {
 
 constexpr int kMostTileRows = 16;
+// Of a panel of B; the hardware fetches the rest of a longer one.
+constexpr int64_t kMostFetched = 4096;
 
-// The type of y: what tiles of the site's type read without preparation.
 DType type_of_y(const DeltaSite& site) {
   LinearArgs pair = {};
   pair.weight.k = 2;
@@ -22,7 +23,7 @@ const Delta* delta_of(const DeltaSite& site, int32_t slot, int64_t weight) {
   return deltas && deltas[weight].panels ? deltas + weight : nullptr;
 }
 
-int64_t bytes_of_y(const DeltaSite& site, const RowAdapters& rows, int64_t k) {
+int64_t bytes_of_y(const DeltaSite& site, const RowAdapters& rows, int64_t k, DType type) {
   PackedWeight own = {};
   own.type = site.type;
   own.k = k;
@@ -30,7 +31,7 @@ int64_t bytes_of_y(const DeltaSite& site, const RowAdapters& rows, int64_t k) {
   for (int64_t i = 0; i < rows.num_slots; ++i) {
     const Delta* delta = delta_of(site, rows.slots[i], 0);
     if (!delta) continue;
-    const int64_t bytes = delta->replaces != 0 ? prepared_row_bytes(own) : delta->width * size_of(type_of_y(site));
+    const int64_t bytes = delta->replaces != 0 ? prepared_row_bytes(own) : delta->width * size_of(type);
     most = bytes > most ? bytes : most;
   }
   return whole_lines(most);
@@ -75,7 +76,7 @@ void shrink(const LinearArgs& args, const DeltaRun& run, const Step& step, int t
   own.x_stride = args.x_stride;
   own.x_thread_stride = args.x_thread_stride;
   own.x_dtype = args.x_dtype;
-  own.out_dtype = type_of_y(site);
+  own.out_dtype = run.y_type;
   own.out_stride = run.y_bytes / size_of(own.out_dtype);
   const int64_t pitch = whole_lines(prepared_row_bytes(own.weight));
   char* gathered = step.thread_scratch(thread);
@@ -132,8 +133,8 @@ void change_whole(const Delta& delta, const float* magnitude, float scale, const
 void expand_panel(const DeltaRun& run, const Delta& delta, int64_t panel, int32_t pair, int count, const float* base,
                   float* sums, int64_t sums_stride) {
   const DeltaPanel& part = delta.panels[panel];
-  const int64_t bytes = run.y_bytes, element = size_of(type_of_y(*run.site));
-  const char* y = run.site->y + pair * bytes + part.begin * element;
+  const int64_t bytes = run.y_bytes;
+  const char* y = run.site->y + pair * bytes + part.begin * size_of(run.y_type);
   const int64_t lines = panel * kPanelRows;
   const bool whole = delta.magnitude || delta.replaces != 0;
   alignas(64) float added[kMostTileRows * kPanelRows];
@@ -186,12 +187,26 @@ void expand(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first
   }
 }
 
+// DeltaRun.fetch
+void fetch(const DeltaRun& run, int64_t unit) {
+  for (int64_t i = 0; i < run.rows->num_slots; ++i) {
+    const Delta* delta = delta_of(*run.site, run.rows->slots[i], run.weight);
+    for (int64_t f = 0; delta && f < run.fan; ++f) {
+      const DeltaPanel& part = delta->panels[unit * run.fan + f];
+      const int64_t bytes = part.count * kPanelRows * (run.site->type == WeightType::kF32 ? 4 : 2);
+      for (int64_t at = 0; at < bytes && at < kMostFetched; at += 64) __builtin_prefetch(part.data + at, 0, 2);
+    }
+  }
+}
+
 }  // namespace
 
 void linear_with_deltas(const LinearArgs& args, const Step& step, int thread, int num_threads) {
   const DeltaSite& site = *args.site;
   const RowAdapters& rows = step.adapters[args.rows == Rows::kLogits ? 1 : 0];
-  const DeltaRun run = {expand, &site, &rows, bytes_of_y(site, rows, args.weight.k), args.weight.fan, 0};
+  const DType type = type_of_y(site);
+  const int64_t y_bytes = bytes_of_y(site, rows, args.weight.k, type);
+  const DeltaRun run = {expand, fetch, &site, &rows, y_bytes, args.weight.fan, 0, type};
   LinearArgs own = args;
   if (run.y_bytes > 0) {
     own.deltas = &run;

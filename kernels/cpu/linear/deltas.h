@@ -66,11 +66,14 @@ struct DeltaSite {
 // The adapters of one run of a layer.
 struct DeltaRun {
   void (*add)(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit);
+  // Prefetches what `add` will read for a unit of W: its panels of B are short, and far apart in memory.
+  void (*fetch)(const DeltaRun& run, int64_t unit);
   const DeltaSite* site;
   const RowAdapters* rows;
   int64_t y_bytes;  // from row to row of y
   int64_t fan;
   int64_t weight;  // index in the stack
+  DType y_type;    // what tiles of the site's type read without preparation
 };
 
 // One slot's part of a table of token embeddings: rank columns of A and B, or whole rows in the place of the table's.

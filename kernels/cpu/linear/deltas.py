@@ -58,8 +58,11 @@ class DeltaTable:
         if len(delta.a):
             kept.append(a := _panels(_whole_panels(delta.a.to(self._dtype))))
             found.a = pointer(a)
-        rows = delta.dense_b() if delta.whole is None else delta.whole
-        panels, data = self._panels_of_rows(delta, rows.to(self._dtype))
+        if delta.whole is None and self._are_whole_panels(delta):
+            panels, data = self._panels_of_parts(delta)
+        else:
+            rows = delta.dense_b() if delta.whole is None else delta.whole
+            panels, data = self._panels_of_rows(delta, rows.to(self._dtype))
         kept += [panels, *data]
         found.panels = panels.ctypes.data
         for name in ("bias", "magnitude"):
@@ -91,6 +94,25 @@ class DeltaTable:
         found = rows[self._order.clamp(min=0)]
         found[self._order < 0] = 0
         return found
+
+    def _are_whole_panels(self, delta: LowRank) -> bool:
+        """Whether each part has all rows of its panels, within one half of a gated pair."""
+        half = self._weight.columns
+        edges = [edge for part in delta.parts for edge in (part.first_row, part.first_row + len(part.b))]
+        within = all(part.first_row // half == (part.first_row + len(part.b) - 1) // half for part in delta.parts)
+        return within and half % PANEL_ROWS == 0 and not any(edge % PANEL_ROWS for edge in edges)
+
+    def _panels_of_parts(self, delta: LowRank) -> tuple[np.ndarray, list[Tensor]]:
+        """As `_panels_of_rows`, where `_are_whole_panels` says so."""
+        fan, half = self._weight.n // self._weight.columns, self._weight.columns
+        panels, data = np.zeros(len(self._order) // PANEL_ROWS, np.dtype(DeltaPanelC)), []
+        for part in delta.parts:
+            data.append(packed := _panels(part.b.to(self._dtype).unflatten(0, (-1, PANEL_ROWS))))
+            which, first = divmod(part.first_row, half)
+            own = panels[first // PANEL_ROWS * fan + which :: fan][: len(packed)]
+            own["data"] = pointer(packed) + np.arange(len(packed)) * (packed.nbytes // len(packed))
+            own["begin"], own["count"] = part.first_column, part.b.shape[1]
+        return panels, data
 
     def _panels_of_rows(self, delta: LowRank, b: Tensor) -> tuple[np.ndarray, list[Tensor]]:
         """[panels] of DeltaPanelC, and the memory that they point to."""

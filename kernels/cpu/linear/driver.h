@@ -166,6 +166,7 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(args.weight);
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
+  if (args.deltas) args.deltas->fetch(*args.deltas, unit);
   if (block_k >= k) {
     // Every tile reads both panels of a gated pair, so that the next pair is prefetched.
     for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {

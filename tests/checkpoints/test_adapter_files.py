@@ -1,0 +1,192 @@
+"""What is wrong with an adapter's files is said, with the adapter's path, and nothing of it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import DictSource
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.core.options.adapters import AdapterLimits
+from headrace.executor.adapters.slots import AdapterSlots
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.sizes import weight_shapes
+from headrace.executor.parallel.rank_place import SINGLE
+from headrace.ipc.failure import ModelError
+
+LIMITS = AdapterLimits(max_loras=1, slots=2, max_rank=8, dtype="float32", fully_sharded=False, target_modules=())
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "tie_word_embeddings": False,
+}
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+Tensors = dict[str, Tensor]
+
+
+def slots(limits: AdapterLimits = LIMITS) -> AdapterSlots:
+    spec = spec_from_config(CONFIG)
+    source = DictSource({name: torch.ones(shape) for name, shape in weight_shapes(spec).items()})
+    return AdapterSlots(limits, Decoder(spec, source, torch.float32, adapters=limits), SINGLE, lambda: source)
+
+
+def write(folder: Path, config: dict[str, Any] | None = None, tensors: Tensors | None = None) -> str:
+    folder.mkdir(exist_ok=True)
+    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | (config or {})
+    (folder / "adapter_config.json").write_text(json.dumps(whole))
+    factors = {f"{QUERY}.lora_A.weight": torch.ones(4, 16), f"{QUERY}.lora_B.weight": torch.ones(16, 4)}
+    save_file(factors if tensors is None else tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and LORA is supported"),
+    "an unknown key": ({"lora_gamma": 1}, "unknown keys lora_gamma"),
+    "qalora": ({"use_qalora": True}, "use_qalora is not supported"),
+    "replicated layers": ({"layer_replication": [[0, 1]]}, "layer_replication is not supported"),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4' is for a base model whose weights"),
+    "no rank": ({"r": 0}, "r is 0; a positive number is expected"),
+    "a rank of text": ({"r": "4"}, "r is '4'; a positive number is expected"),
+    "a high rank": ({"r": 16}, "has r 16, and max_lora_rank is 8"),
+    "a high rank of one module": ({"rank_pattern": {"q_proj": 9}}, "has rank_pattern 9, and max_lora_rank is 8"),
+    "another rank than said": ({"r": 2}, "factors of rank 4, and the config says 2"),
+    "no pattern": ({"alpha_pattern": {"q_proj(": 9}}, "alpha_pattern has the pattern 'q_proj('"),
+    "no tokens": ({"alora_invocation_tokens": [-1]}, "alora_invocation_tokens is a list of token ids"),
+    "dora without magnitudes": ({"use_dora": True}, "has no magnitude, and use_dora is True"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_is_not_computed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    config, message = CONFIGS[case]
+    with pytest.raises(ModelError, match=_pattern(message)):
+        slots().load(0, write(tmp_path / "adapter", config))
+
+
+def _renamed(old: str, new: str) -> Tensors:
+    return {
+        f"{QUERY.replace(old, new)}.lora_{factor}.weight": torch.ones(shape)
+        for factor, shape in (("A", (4, 16)), ("B", (16, 4)))
+    }
+
+
+FACTORS: dict[str, tuple[Tensors, str]] = {
+    "a prefix that the model lacks": (
+        _renamed("model.layers", "model.text.layers"),
+        "under the names model.text.layers.0",
+    ),
+    "a layer too many": (_renamed("layers.0", "layers.7"), "under the names model.layers.7.self_attn.q_proj"),
+    "another model": (
+        {f"{QUERY}.lora_A.weight": torch.ones(4, 32), f"{QUERY}.lora_B.weight": torch.ones(16, 4)},
+        "of a matrix of [16, 32], and the model's has [16, 16]: it is of another model",
+    ),
+    "half a pair": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16)}, "has one of its two factors only"),
+    "factors that do not fit": (
+        {f"{QUERY}.lora_A.weight": torch.ones(4, 16), f"{QUERY}.lora_B.weight": torch.ones(16, 3)},
+        "[4, 16] and [16, 3], which do not go together",
+    ),
+    "a vector": (
+        {f"{QUERY}.lora_A.weight": torch.ones(4), f"{QUERY}.lora_B.weight": torch.ones(16, 4)},
+        "which do not go together",
+    ),
+    "a tensor of no kind": (
+        {f"{QUERY}.lora_C.weight": torch.ones(4, 16)},
+        "under the names model.layers.0.self_attn.q_proj.lora_C",
+    ),
+    "integers": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}, "stored as torch.int32"),
+    "a whole matrix of a layer": ({f"{QUERY}.weight": torch.ones(16, 16)}, "only the head and the embedding may have"),
+    "a bias that the model lacks": (
+        {
+            f"{QUERY}.lora_A.weight": torch.ones(4, 16),
+            f"{QUERY}.lora_B.weight": torch.ones(16, 4),
+            f"{QUERY}.base_layer.bias": torch.ones(16),
+        },
+        "has a bias, and the model's has none",
+    ),
+    "nothing": ({}, "has no tensors"),
+    "more than the model": (
+        {f"{QUERY}.lora_A.weight": torch.ones(4, 16), "base_model.model.lm_head.weight": torch.ones(4096, 16)},
+        "has 65600 values, and the model itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FACTORS)
+def test_tensors_that_no_layer_takes_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    tensors, message = FACTORS[case]
+    with pytest.raises(ModelError, match=_pattern(message)):
+        slots().load(0, write(tmp_path / "adapter", None, tensors))
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (
+        lambda folder: folder.rename(folder.with_name("gone")),
+        "does not exist: it should have adapter_config",
+    ),
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "has no readable adapter_config.json"),
+    "a broken config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
+    "a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not an object"),
+    "no tensors": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "neither adapter_model.safetensors"),
+    "a truncated file": (_cut, "is not a whole safetensors file"),
+    "a pickle": (
+        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+        "is not a whole file of torch.save",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_are_missing_or_damaged_are_named(case: str, tmp_path: Path) -> None:
+    harm, message = FILES[case]
+    path = write(tmp_path / "adapter")
+    harm(Path(path))
+    with pytest.raises(ModelError, match=_pattern(message)) as refusal:
+        slots().load(0, path)
+    assert path in str(refusal.value)
+
+
+def _pattern(message: str) -> str:
+    return message.replace("[", r"\[").replace("(", r"\(")
+
+
+def test_an_identity_is_of_the_content_and_not_of_the_path(tmp_path: Path) -> None:
+    loaded = slots()
+    first = loaded.load(0, write(tmp_path / "one"))
+    again = loaded.load(1, write(tmp_path / "two", {"base_model_name_or_path": "elsewhere", "peft_version": "0"}))
+    assert first.identity == again.identity
+    assert first.rank == 4
+    assert first.num_bytes >= 4 * 2 * 4 * 16
+    others = [
+        write(tmp_path / "three", {"lora_alpha": 9}),
+        write(tmp_path / "four", None, _renamed("q_proj", "o_proj")),
+    ]
+    assert len({first.identity, *(loaded.load(1, path).identity for path in others)}) == 3
+
+
+def test_torch_files_and_names_of_targets_are_read(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "adapter"))
+    tensors = _renamed("q_proj", "q_proj") | _renamed("self_attn.q_proj", "mlp.other")
+    (path / "adapter_model.safetensors").unlink()
+    torch.save(tensors, path / "adapter_model.bin")
+    only = AdapterLimits(
+        max_loras=1, slots=2, max_rank=8, dtype="float32", fully_sharded=False, target_modules=("q_proj",)
+    )
+    assert slots(only).load(0, str(path)).num_bytes
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.other"):
+        slots().load(0, str(path))
