@@ -21,6 +21,7 @@ from headrace.executor.checkpoints.identity import weights_identity
 from headrace.executor.checkpoints.load_formats import options_of_another
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.heads import HeadLayer
 from headrace.executor.models.implementations import FoundModel, find_model
 from headrace.executor.models.sizes import prompt_logprobs_cost, step_work
 from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout
@@ -100,13 +101,16 @@ class ModelRank(Rank):
         that it adds to the columns, if rows may pool. Raises OptionError."""
         batch.sampling.logprobs_mode = self.plan.options.logprobs_mode
         batch.sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
-        if (pooling := self.plan.model.pooling) is None:
+        if self.plan.model.pooling is None:
             return None
-        found = self.found
-        layers = found.tasks.layers
-        weights = None if all(each.folder for each in layers) else found.checkpoint.weights(place=self._place)
-        head = Head(layers, weights, found.spec.names.prefixes, self._token_id) if layers else None
-        pooler = batch.columns["pooling"] = Pooler(pooling, head, found.spec.logit_scale)
+        found, made, heads = self.found, dict[tuple[HeadLayer, ...], Head](), dict[str, Head]()
+        for kind, output in found.tasks.outputs.items():
+            if (layers := output.layers) and layers not in made:
+                weights = None if all(each.folder for each in layers) else found.checkpoint.weights(place=self._place)
+                made[layers] = Head(layers, weights, found.spec.names.prefixes, self._token_id)
+            if layers:
+                heads[kind] = made[layers]
+        pooler = batch.columns["pooling"] = Pooler(found.tasks.outputs, heads, found.spec.logit_scale)
         return pooler
 
     def describe(self, report: Report) -> ModelDescription:

@@ -155,12 +155,16 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
         return min(num_tokens - 1, max(0, sampling.prompt_logprob_start - 1))
 
 
+PoolKind = Literal["embed", "classify", "token_embed", "token_classify", "embed_sparse"]
+
+
 class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """The task of a request for vectors that are made of its prompt's hidden states. It samples no tokens, and ends
     with the prompt."""
 
-    kind: Literal["embed", "classify", "token_embed", "token_classify"]
-    """What the vectors are, under vLLM's names of pooling tasks."""
+    kinds: Annotated[tuple[PoolKind, ...], Longest(8)]
+    """What the vectors are, under vLLM's names of pooling tasks, and `embed_sparse`: pairs of a token id and its
+    weight. The result has a part for each kind, in this order."""
     dimensions: Annotated[int, Range(1, INT32)] | None = None
     """How many of a vector's values are kept; None: all."""
     activate: bool = True
@@ -169,6 +173,23 @@ class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     """As in `Sampling`."""
     second_text: Annotated[int, Range(0, INT32)] | None = None
     """Position of the first token of the second text of a pair, for models with token types; None: there is one."""
+    num_keys: Annotated[int, Range(1, INT32)] | None = None
+    """To how many of the first tokens all tokens attend, in models that attend to both sides: queries of late
+    interaction end with tokens that none attends to. None: to all."""
+    skipped: Annotated[tuple[TokenId, ...], Longest(1 << 16)] = ()
+    """Tokens without a vector of their own, of kinds with a vector for each token."""
+    steps_end_at: TokenId | None = None
+    """Of token_classify, only the vectors of this token; None: of all."""
+    columns: Annotated[tuple[Annotated[int, Range(0, INT32)], ...], Longest(1 << 16)] = ()
+    """Of token_classify, the values of each vector that are returned; none: all."""
+    compared_with: Tensor | None = None
+    """[num_vectors, width] float32, of token_embed: the result is one value, the sum of each of these vectors' largest
+    product with one of the prompt's (MaxSim, Khattab and Zaharia 2020, section 3.2)."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether a result needs the states of all of the prompt's tokens, so that none may come from the cache."""
+        return any(kind not in ("embed", "classify") for kind in self.kinds)
 
     def most_cached(self, num_tokens: int) -> int:
         """As in `Generate`."""
@@ -346,16 +367,17 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The vectors of requests that pool: of each all at once, and together with its Finish."""
+    """The vectors of requests that pool: of each all at once, and together with its Finish. A request has a part for
+    each of its kinds, in their order."""
 
     slots: Tensor
-    """[num_requests] int32"""
+    """[num_parts] int32: the request of each part; those of one request are adjacent"""
     counts: Tensor
-    """[num_requests] int32: how many vectors each has"""
+    """[num_parts] int32: how many vectors each has"""
     widths: Tensor
-    """[num_requests] int32: the number of values in each of its vectors"""
+    """[num_parts] int32: the number of values in each of its vectors"""
     values: Tensor
-    """[sum of counts * widths] float32, request after request, vector after vector"""
+    """[sum of counts * widths] float32, part after part, vector after vector"""
 
 
 class StepOutputs(Message):
@@ -406,6 +428,23 @@ class PairFormat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """If the request has none."""
 
 
+class LateInteraction(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How a model writes the texts whose tokens' vectors are compared (ColBERT, Khattab and Zaharia 2020)."""
+
+    query_prefix: str = ""
+    """The token behind the first one of a query, as the vocabulary spells it; empty: none."""
+    document_prefix: str = ""
+    query_length: int | None = None
+    """Most tokens of a query; None: as many as the model takes."""
+    document_length: int | None = None
+    fills_queries: bool = False
+    """Queries are filled up to query_length with the mask token, or else the end token, whose vectors count."""
+    fillers_are_seen: bool = False
+    """Whether tokens attend to what queries are filled up with."""
+    skipped: tuple[str, ...] = ()
+    """Tokens of documents whose vectors are left out."""
+
+
 class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How an engine makes vectors of hidden states."""
 
@@ -426,8 +465,6 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """It needs the states of all tokens, so that none may come from the prefix cache."""
     lower_case: bool = False
     """Whether texts are put in lower case before they are tokenised."""
-    activation: str = "normalize"
-    """The kind's activation: normalize scales a vector to length 1; softmax, sigmoid and identity are of classes."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes."""
     has_token_types: bool = False
@@ -440,6 +477,12 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """None: the tokenizer joins pairs."""
     similarity: str = "cosine"
     """How vectors are compared: cosine, dot, euclidean or manhattan."""
+    late_interaction: LateInteraction | None = None
+    """How texts are written whose tokens' vectors are compared; None: as others."""
+    step_tag_id: int | None = None
+    """`Pool.steps_end_at` if a request does not say."""
+    returned_token_ids: tuple[int, ...] = ()
+    """`Pool.columns` if a request does not say."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

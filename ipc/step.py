@@ -242,19 +242,19 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The vectors of rows that pool, in the step that computes the last of their tokens."""
+    """The vectors of rows that pool, in the step that computes the last of their tokens: a part for each kind."""
 
     rows: np.ndarray
-    """[num_rows] int32"""
+    """[num_parts] int32; those of one row are adjacent"""
     counts: np.ndarray
-    """[num_rows] int32: how many vectors each row has"""
+    """[num_parts] int32: how many vectors each has"""
     widths: np.ndarray
-    """[num_rows] int32: the number of values in each of its vectors"""
+    """[num_parts] int32: the number of values in each of its vectors"""
     values: np.ndarray
-    """[sum of counts * widths] float32, row after row, vector after vector"""
+    """[sum of counts * widths] float32, part after part, vector after vector"""
 
     def select(self, kept: np.ndarray) -> PooledRows:
-        """The vectors of the rows that are true in kept [num_rows] bool."""
+        """The parts that are true in kept [num_parts] bool."""
         return PooledRows(
             rows=self.rows[kept],
             counts=self.counts[kept],

@@ -60,6 +60,7 @@ class Admission:
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
         self._generates, self._pooling = plan.model.generates, plan.model.pooling
+        self._whole_prompts = plan.model.whole_prompts
         self._max_logprobs = plan.max_logprobs
         self._row_inputs, self._input_width, self._dtype = plan.row_inputs, plan.model.input_width, plan.dtype
         self._plan = plan
@@ -129,13 +130,25 @@ class Admission:
             if self._generates:
                 return None
             return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
-        if self._pooling is None or task.kind not in self._pooling.kinds:
+        asked = ", ".join(task.kinds)
+        if self._pooling is None or not task.kinds or not set(task.kinds) <= set(self._pooling.kinds):
             known = ", ".join(
                 [*(["generate"] if self._generates else []), *(self._pooling.kinds if self._pooling else ())]
             )
-            return self.refusal(
-                f"the task is to pool ({task.kind}), and this engine's tasks for {self._model} are {known}"
-            )
+            return self.refusal(f"the task is to pool ({asked}), and this engine's tasks for {self._model} are {known}")
+        if (task.compared_with is not None or task.num_keys is not None) and task.kinds != ("token_embed",):
+            return self.refusal(f"compared_with and num_keys are of token_embed, not of {asked}")
+        if task.num_keys is not None and not self._whole_prompts:
+            return self.refusal(f"num_keys is given, and {self._model} attends to earlier tokens alone")
+        if (task.columns or task.steps_end_at is not None) and task.kinds != ("token_classify",):
+            return self.refusal(f"steps_end_at and columns are of token_classify, not of {asked}")
+        if task.columns and max(task.columns) >= self._pooling.width:
+            return self.refusal(f"columns has {max(task.columns)}, and vectors have {self._pooling.width} values")
+        if (others := task.compared_with) is not None:
+            if others.dtype != "float32" or len(others.shape) != 2 or others.shape[1] != self._pooling.width:
+                return self.refusal(f"compared_with must be float32 [n, {self._pooling.width}], not {others!r}")
+            if not np.isfinite(others.numpy()).all():
+                return self.refusal("compared_with has values that are not finite")
         if task.second_text is not None and not self._pooling.has_token_types:
             return self.refusal(f"second_text is given, and {self._model} has one type of tokens")
         if task.dimensions is not None and task.dimensions > self._pooling.width:
@@ -196,7 +209,7 @@ class Admission:
         if isinstance(task, Generate):
             task = Generate(sampling=self._fitted(task.sampling, num_prompt_tokens))
             seed = self._next_seed() if task.sampling.seed is None else task.sampling.seed
-        elif task.kind.startswith("token_") or (self._pooling is not None and self._pooling.reads_all):
+        elif task.of_tokens or (self._pooling is not None and self._pooling.reads_all):
             task = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
         request = Request(
             client=client,

@@ -14,7 +14,6 @@ RETIRED = ("normalize", "softmax", "activation")
 _LATER = "is not supported yet; leave it out"
 NOT_YET = {
     **dict.fromkeys(("logit_mean", "logit_sigma"), f"is of scores of a classifier, which {_LATER}"),
-    **dict.fromkeys(("step_tag_id", "returned_token_ids"), f"is of pooling_type STEP, which {_LATER}"),
     "max_embed_len": f"is of enable_chunked_processing, which {_LATER}",
 }
 
@@ -36,8 +35,10 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_embed_len: None = None
     logit_mean: None = None
     logit_sigma: None = None
-    step_tag_id: None = None
-    returned_token_ids: None = None
+    step_tag_id: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of process rewards: the token at whose positions a step ends. Only its values are returned."""
+    returned_token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    """Which of each token's values are returned."""
 
     @property
     def tokens(self) -> str | None:

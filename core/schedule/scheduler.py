@@ -449,7 +449,7 @@ class Scheduler:
 
     def _end_pooled(self, rows: np.ndarray) -> Iterator[Ended]:
         """Ends requests whose vectors a result has brought."""
-        for row in rows.tolist():
+        for row in dict.fromkeys(rows.tolist()):  # several parts may be of one row
             request = self._leave(row)
             request.state = State.FINISHED
             yield Ended(request, FinishReason.STOP, None)

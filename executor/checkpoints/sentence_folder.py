@@ -4,7 +4,11 @@
     1_Pooling/config.json               of which tokens a vector is made: flags before version 5.4, one word since
     2_Dense/config.json                 sizes and activation of a layer, whose weights are beside it; likewise LayerNorm
     sentence_bert_config.json           max_seq_length, do_lower_case
-    config_sentence_transformers.json   prompts by name, the default one, how vectors are compared
+    config_sentence_transformers.json   prompts by name, the default one, how vectors are compared; of late interaction
+                                        (pylate) also how queries and documents are written
+    1_SpladePooling/config.json         behind a masked language model: one value for each token of the vocabulary
+    artifact.metadata                   how ColBERT's own code writes texts; the checkpoint has its layer
+    sparse_linear.pt, colbert_linear.pt the layers of bge-m3's two other outputs
 
 A module of another class is refused by name, since it would change every vector, and so is a way of pooling that is not
 known. A Pooling config that says no way is read as sentence-transformers' class reads it: MEAN.
@@ -14,11 +18,14 @@ from __future__ import annotations
 
 import json
 import logging
+import string
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm
+from headrace.executor.models.heads import COLBERT, HeadActivation, HeadLayer, HeadLinear, HeadNorm
 from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import LateInteraction
 from headrace.ipc.process.regular_files import is_there, read_text
 
 logger = logging.getLogger(__name__)
@@ -57,12 +64,20 @@ ACTIVATIONS: dict[str, HeadActivation] = {
 }
 """Of torch's modules, by class."""
 NORM_EPS = 1e-5
-_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "MLMTransformer", "SpladePooling")
+_PACKAGES = ("sentence_transformers", "pylate")
+SPLADE_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
+"""Of SpladePooling's config, which all logits pass before log(1 + x): one of `FUNCTIONS` (executor/pooling/head.py)."""
+LEAST_LENGTH = 3
+"""Tokens of a text: its first one, a marker and its last one."""
+COLBERT_METADATA = "artifact.metadata"
+PUNCTUATION = tuple(string.punctuation)
 
 
 class SentenceFolder(NamedTuple):
     tokens: str
-    """The type of pooling, under vLLM's name if it has one."""
+    """The type of pooling, under vLLM's name if it has one; ALL: texts have no vector of their own, but their tokens
+    have, which are compared."""
     normalizes: bool
     """Whether vectors are scaled to length 1."""
     width: int | None
@@ -78,6 +93,13 @@ class SentenceFolder(NamedTuple):
     default_prompt: str | None
     similarity: str
     """How vectors are compared."""
+    late_interaction: LateInteraction | None = None
+    splade: str = ""
+    """The activation of vectors over the vocabulary; empty: vectors are of hidden states."""
+    of_tokens: tuple[HeadLayer, ...] | None = None
+    """Layers of tokens' vectors, where they are others than those of texts."""
+    weights_of_tokens: tuple[HeadLayer, ...] = ()
+    """Layers that give each token a weight; none: it has none."""
 
 
 class _Module(NamedTuple):
@@ -89,9 +111,11 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
     """None for a folder without these files. Raises ModelError, naming the file, for what cannot be followed."""
     found = _modules(folder)
     by_kind = {module.kind: module.folder for module in found}
-    if "Pooling" not in by_kind:
-        return None
     kinds = [module.kind for module in found if module.kind != "Dropout"]
+    if kinds == ["MLMTransformer", "SpladePooling"]:
+        return _splade(folder, by_kind)
+    if "Pooling" not in by_kind:
+        return _late_interaction(folder, found)
     begin, behind = kinds[:2], [kind for kind in kinds[2:] if kind != "Normalize"]
     if begin != ["Transformer", "Pooling"] or any(kind in _KNOWN[:2] for kind in behind) or "Normalize" in kinds[:-1]:
         raise ModelError(
@@ -102,10 +126,7 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
     pooling = _read(file)
     if not isinstance(pooling, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
-    own = next((each for name in SETTINGS if (each := _read(by_kind["Transformer"] / name)) is not None), None)
-    settings = own if isinstance(own, dict) else {}
-    general = _read(folder / "config_sentence_transformers.json")
-    prompts, default, similarity = _general(general if isinstance(general, dict) else {}, folder)
+    settings, prompts, default, similarity = _settings(folder, by_kind["Transformer"])
     if not pooling.get("include_prompt", True) and any(prompts.values()):
         raise ModelError(f"{file} leaves prompts out of the pooled tokens (include_prompt), which is not computed here")
     return SentenceFolder(
@@ -118,6 +139,122 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
         prompts=prompts,
         default_prompt=default,
         similarity=similarity,
+        of_tokens=_of_one_file(folder, "colbert_linear"),
+        weights_of_tokens=_of_one_file(folder, "sparse_linear", rows=1, activation="relu") or (),
+    )
+
+
+def _settings(folder: Path, transformer: Path) -> tuple[dict[str, Any], dict[str, str], str | None, str]:
+    """The Transformer module's settings, then those of `_general`."""
+    own = next((each for name in SETTINGS if (each := _read(transformer / name)) is not None), None)
+    return own if isinstance(own, dict) else {}, *_general(_general_file(folder), folder)
+
+
+def _general_file(folder: Path) -> dict[str, Any]:
+    found = _read(folder / "config_sentence_transformers.json")
+    return found if isinstance(found, dict) else {}
+
+
+def _of_one_file(
+    folder: Path, name: str, rows: int | None = None, activation: HeadActivation = "identity"
+) -> tuple[HeadLayer, ...] | None:
+    """A linear layer of a model's width whose tensors are in a file of their own; None if there is no such file."""
+    file, config = folder / f"{name}.pt", _read(folder / "config.json")
+    if not is_there(file) or not isinstance(config, dict) or not isinstance(config.get("hidden_size"), int):
+        return None
+    width = config["hidden_size"]
+    return (HeadLinear("", rows or width, width, True, activation, str(file)),)
+
+
+def _splade(folder: Path, by_kind: Mapping[str, Path]) -> SentenceFolder:
+    """A masked language model whose logits are pooled (SPLADE, Formal et al. 2021)."""
+    file = by_kind["SpladePooling"] / "config.json"
+    pooling = _read(file)
+    if not isinstance(pooling, dict):
+        raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
+    strategy, activation = pooling.get("pooling_strategy", "max"), pooling.get("activation_function", "relu")
+    if strategy != "max":
+        raise ModelError(f"{file} has the pooling_strategy {strategy!r:.100}, which is not computed here; known: max")
+    if activation not in SPLADE_ACTIVATIONS:
+        known = ", ".join(SPLADE_ACTIVATIONS)
+        raise ModelError(f"{file} has the activation_function {activation!r:.100}; known: {known}")
+    settings, prompts, default, _ = _settings(folder, by_kind["MLMTransformer"])
+    return SentenceFolder(
+        tokens="MAX",
+        normalizes=True,
+        width=None,
+        max_tokens=settings.get("max_seq_length"),
+        lower_case=bool(settings.get("do_lower_case", False)),
+        layers=(),
+        prompts=prompts,
+        default_prompt=default,
+        similarity="dot",
+        splade=SPLADE_ACTIVATIONS[activation],
+    )
+
+
+def _late_interaction(folder: Path, found: list[_Module]) -> SentenceFolder | None:
+    """A model whose tokens' vectors are compared (ColBERT, Khattab and Zaharia 2020), as pylate saves it or as
+    ColBERT's own code does; None for other folders."""
+    kinds, config = [module.kind for module in found], _read(folder / "config.json")
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    is_original = isinstance(architectures, list) and architectures[:1] == [COLBERT]
+    if kinds[:1] != ["Transformer"] and not is_original:
+        return None
+    transformer = found[0].folder if found else folder
+    settings, prompts, default, _ = _settings(folder, transformer)
+    layers = tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm"))
+    if not layers and not is_original:
+        return None
+    if is_original and not layers:
+        layers = (_original_layer(folder, config),)
+    return SentenceFolder(
+        tokens="ALL",
+        normalizes=True,
+        width=None,
+        max_tokens=None,  # the settings' max_seq_length is of whatever text was tokenised last
+        lower_case=bool(settings.get("do_lower_case", False)),
+        layers=layers,
+        prompts=prompts,
+        default_prompt=default,
+        similarity="dot",
+        late_interaction=_written(folder, is_original=is_original),
+    )
+
+
+def _original_layer(folder: Path, config: Any) -> HeadLayer:
+    metadata = _read(folder / COLBERT_METADATA)
+    width = metadata.get("dim", 128) if isinstance(metadata, dict) else 128
+    if not isinstance(width, int) or width < 1 or not isinstance(config.get("hidden_size"), int):
+        raise ModelError(f"{folder / COLBERT_METADATA} has dim {width!r:.100}, which is no width of vectors")
+    return HeadLinear("linear", width, config["hidden_size"], bias=False)
+
+
+def _written(folder: Path, *, is_original: bool) -> LateInteraction:
+    """How queries and documents are written: by ColBERT's metadata, by pylate's settings, and else by the defaults of
+    pylate's class."""
+    given, metadata = _general_file(folder), _read(folder / COLBERT_METADATA) if is_original else None
+    original = metadata if isinstance(metadata, dict) else {}
+    prefixes = ("[unused0]", "[unused1]") if is_original else ("[Q] ", "[D] ")
+
+    def setting(name: str, own: str, default: Any, kind: type) -> Any:
+        value = given.get(name) if given.get(name) is not None else original.get(own)
+        value = default if value is None else value
+        is_right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not is_right or (isinstance(value, int) and kind is int and value < LEAST_LENGTH):
+            raise ModelError(f"the settings of {folder.name} have {name} {value!r:.100}, which is no {kind.__name__}")
+        return value
+
+    words = given.get("skiplist_words")
+    skipped = PUNCTUATION if words is None else tuple(map(str, words))
+    return LateInteraction(
+        query_prefix=setting("query_prefix", "query_token_id", prefixes[0], str),
+        document_prefix=setting("document_prefix", "doc_token_id", prefixes[1], str),
+        query_length=setting("query_length", "query_maxlen", 32, int),
+        document_length=setting("document_length", "doc_maxlen", 180, int),
+        fills_queries=setting("do_query_expansion", "", True, bool),
+        fillers_are_seen=setting("attend_to_expansion_tokens", "attend_to_mask_tokens", False, bool),
+        skipped=skipped if original.get("mask_punctuation", True) else (),
     )
 
 
@@ -130,7 +267,7 @@ def _modules(folder: Path) -> list[_Module]:
     found: list[_Module] = []
     for module in modules:
         package, _, kind = str(module.get("type", "")).rpartition(".")
-        if kind not in _KNOWN or package.partition(".")[0] != "sentence_transformers":
+        if kind not in _KNOWN or package.partition(".")[0] not in _PACKAGES:
             raise ModelError(
                 f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
                 f"{', '.join(_KNOWN)} of sentence_transformers"
@@ -159,6 +296,8 @@ def _layer(module: _Module) -> HeadLayer:
         raise ModelError(
             f"{file} has the activation_function {named!r:.100}; known: torch.nn's {', '.join(ACTIVATIONS)}"
         )
+    if config.get("use_residual"):
+        raise ModelError(f"{file} adds the layer's input to its output (use_residual), which is not computed here")
     bias = bool(config.get("bias", True))
     return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))  # type: ignore[arg-type]
 

@@ -168,6 +168,7 @@ class CpuDecoder:
         buffers.slot_mapping[:, :num_tokens] = arrays.slot_mapping
         buffers.query_start[: num_seqs + 1] = arrays.query_start
         buffers.seq_lens[:num_seqs] = arrays.seq_lens
+        buffers.take_key_lens(arrays.key_lens)
         buffers.logits_rows[:num_logits] = arrays.logits_indices
         buffers.logits_rows[num_logits:num_states] = arrays.pooled_indices
         buffers.block_tables[:, :num_seqs, : tables.shape[2]] = tables

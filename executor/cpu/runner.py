@@ -138,7 +138,8 @@ class ModelRunner:
         wanted = None if self._pooler is None else self._pooler.wanted(plan, arrays.query_start)
         if self._pooler is not None and wanted is not None:
             types = self._pooler.token_types(plan, arrays.query_start, arrays.positions)
-            arrays = replace(arrays, pooled_indices=wanted.indices, token_types=types)
+            key_lens = self._pooler.key_lens(plan, arrays.seq_lens)
+            arrays = replace(arrays, pooled_indices=wanted.indices, token_types=types, key_lens=key_lens)
         began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         times_s = began_s, time.monotonic()

@@ -13,7 +13,7 @@ from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
-    from headrace.executor.models.heads import Classifier
+    from headrace.executor.models.heads import Classifier, HeadLayer
 
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
@@ -278,6 +278,8 @@ class ArchSpec:
     """Rows of a table of token types, which says of each token to which text of a pair it belongs; 0: there is none."""
     classifier: Classifier | None = None
     """What computes classes of texts or tokens from hidden states; None: nothing does."""
+    vocabulary_layers: tuple[HeadLayer, ...] = ()
+    """Of a masked language model: from a token's hidden state to logits. Only SPLADE's vectors are made with them."""
     shared: tuple[tuple[str, str], ...] = ()
     """Weights that a checkpoint has once for all layers: (name in each layer, stored name relative to the model's
     prefix), without `.weight`."""

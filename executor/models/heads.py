@@ -16,6 +16,8 @@ from headrace.ipc.failure import ModelError
 HeadActivation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
 
 MOST_LABELS = 1 << 20
+COLBERT = "HF_ColBERT"
+"""The architecture that ColBERT's own code writes beside a BERT: one linear layer behind it makes tokens' vectors."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,21 @@ class HeadLinear:
     """activation(x W^T + b)"""
 
     name: str
-    """Without `.weight`; relative to the checkpoint or to the model's prefix, under whichever it is stored."""
+    """Without `.weight`; relative to the checkpoint or to the model's prefix, under whichever it is stored. Empty: its
+    tensors are called weight and bias."""
     rows: int
     columns: int
     bias: bool = True
     activation: HeadActivation = "identity"
     folder: str = ""
-    """Where its weights are; "": in the checkpoint."""
+    """Where its weights are, or their file; "": in the checkpoint."""
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of its tensors."""
-        yield f"{self.name}.weight", (self.rows, self.columns)
+        stem = f"{self.name}." if self.name else ""
+        yield f"{stem}weight", (self.rows, self.columns)
         if self.bias:
-            yield f"{self.name}.bias", (self.rows,)
+            yield f"{stem}bias", (self.rows,)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,28 @@ class HeadTokens:
         return iter(())
 
 
-HeadLayer = HeadLinear | HeadNorm | HeadTokens
+@dataclass(frozen=True)
+class HeadVocabulary:
+    """The logits of all tokens, as a masked language model has them."""
+
+    matrices: tuple[str, ...]
+    """As in `HeadTokens`; the last is the embedding, to which it may be tied."""
+    biases: tuple[str, ...]
+    """Whole names of its bias: the first that the checkpoint has is read; none: it has no bias."""
+    vocab_size: int
+    columns: int
+    folder: str = ""
+
+    @property
+    def rows(self) -> int:
+        return self.vocab_size
+
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """None of its own."""
+        return iter(())
+
+
+HeadLayer = HeadLinear | HeadNorm | HeadTokens | HeadVocabulary
 
 
 @dataclass(frozen=True)

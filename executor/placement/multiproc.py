@@ -321,8 +321,9 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     width = min(plan.max_logprobs + 1, LOGPROBS_IN_SLOT)
     result_bytes = 1024 + seqs * (4 + 4 + 4 + 4 + 8 * width)
     if (pooling := plan.model.pooling) is not None:
-        vectors = tokens if any(kind.startswith("token_") for kind in pooling.kinds) else seqs
-        result_bytes += seqs * 3 * 4 + vectors * 4 * pooling.width
+        vectors = seqs * (1 + 2 * ("embed_sparse" in pooling.kinds))
+        vectors += tokens if any(kind.startswith("token_") for kind in pooling.kinds) else 0
+        result_bytes += seqs * len(pooling.kinds) * 3 * 4 + vectors * 4 * pooling.width
     slots = steps_in_flight + 1
     return RingLayout.holding(step_bytes, slots, num_workers), RingLayout.holding(result_bytes, slots, 1)
 

@@ -2,12 +2,15 @@
 
 runner=pooling, or by rule: a folder of sentence-transformers, a model without a head, an encoder, a classifier
 |-- a classifier's architecture         > classify, or token_classify of each token
-`-- any other                           > embed, token_embed
+|-- SpladePooling                       > embed (over the vocabulary), embed_sparse
+|-- ColBERT's or pylate's settings      > token_embed
+`-- any other                           > embed, token_embed; bge-m3 also embed_sparse, token_classify
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +21,7 @@ from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
-from headrace.executor.models.heads import HeadLayer
+from headrace.executor.pooling.output import PooledOutput
 from headrace.executor.pooling.pooler import TOKEN_POOLINGS
 from headrace.executor.pooling.yes_no import classifier_of, yes_no_of
 from headrace.ipc.failure import ModelError, OptionError
@@ -35,8 +38,8 @@ class Tasks:
     pooling: Pooling | None = None
     max_tokens: int | None = None
     """Most tokens of a prompt by the folder's own files; None: as many as the model takes."""
-    layers: tuple[HeadLayer, ...] = ()
-    """What is computed of pooled hidden states."""
+    outputs: Mapping[str, PooledOutput] = field(default_factory=dict)
+    """By kind, how its results are made."""
 
 
 GENERATES = Tasks()
@@ -95,9 +98,17 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
     kind = "token_classify" if of_tokens else "classify"
     if config.task not in (None, kind):
         raise OptionError(f"pooler_config.task is {config.task}; this classifier's task is {kind}")
-    if config.tokens not in (None, classifier.tokens):
+    if config.tokens not in (None, classifier.tokens) and not (of_tokens and config.tokens == "STEP"):
         raise OptionError(
             f"pooler_config asks for pooling type {config.tokens}; this classifier is of {classifier.tokens} tokens"
+        )
+    if config.step_tag_id is not None and not of_tokens:
+        raise OptionError("pooler_config.step_tag_id chooses among the tokens of a text; this classifier is of texts")
+    outside = [each for each in config.returned_token_ids or () if each >= classifier.num_labels]
+    if outside or (config.returned_token_ids and not of_tokens):
+        raise OptionError(
+            f"pooler_config.returned_token_ids is {config.returned_token_ids}; it chooses among the values of a token, "
+            f"and this classifier has {classifier.num_labels} of each {'token' if of_tokens else 'text'}"
         )
     return Tasks(
         generates=False,
@@ -108,12 +119,17 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             activate=config.use_activation is not False,
             reads_all=of_tokens or TOKEN_POOLINGS[classifier.tokens].reads_all,
             lower_case=folder is not None and folder.lower_case,
-            activation=_class_activation(checkpoint.config, classifier.num_labels),
             labels=_labels(checkpoint.config, classifier.num_labels),
             has_token_types=spec.token_types > 1,
+            step_tag_id=config.step_tag_id,
+            returned_token_ids=tuple(config.returned_token_ids or ()),
         ),
         max_tokens=None if folder is None else folder.max_tokens,
-        layers=classifier.layers,
+        outputs={
+            kind: PooledOutput(
+                classifier.tokens, classifier.layers, _class_activation(checkpoint.config, classifier.num_labels)
+            )
+        },
     )
 
 
@@ -146,6 +162,8 @@ def _embedding(
     checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec, *, pools: bool
 ) -> Tasks:
     """pools: nothing is generated beside it."""
+    if (folder is not None and folder.splade) or _names_splade(checkpoint):
+        return _over_vocabulary(checkpoint, config, folder, spec)
     width = spec.embedding_width
     if folder is not None and folder.width not in (None, width):
         raise ModelError(
@@ -159,6 +177,10 @@ def _embedding(
             f"{', '.join(TOKEN_POOLINGS)}"
         )
     reads_all = TOKEN_POOLINGS[tokens].reads_all
+    if tokens == "ALL" and config.task == "embed":
+        raise OptionError(
+            f"pooler_config.task is embed, and {checkpoint.name} has vectors of tokens alone: token_embed"
+        )
     if reads_all and not pools:
         raise OptionError(
             f"pooling type {tokens} reads all tokens of a prompt, beside which nothing is generated: add runner=pooling"
@@ -168,14 +190,15 @@ def _embedding(
     activate = config.use_activation
     if activate is None:
         activate = folder is None or folder.normalizes
-    layers = () if folder is None else folder.layers
-    for layer in layers:
+    outputs = _outputs(tokens, folder, checkpoint, pools=pools)
+    kinds = (config.task,) if config.task else tuple(outputs)
+    for layer in next(iter(outputs.values())).layers:
         width = getattr(layer, "rows", width)
     dimensions = _dimensions(checkpoint)
     if config.dimensions is not None:
         _check_dimensions(config.dimensions, width, dimensions)
     pooling = Pooling(
-        kinds=(config.task,) if config.task else ("embed", "token_embed") if pools else ("embed",),
+        kinds=kinds,
         tokens=tokens,
         width=width,
         dimensions=dimensions,
@@ -187,8 +210,71 @@ def _embedding(
         prompts={} if folder is None else folder.prompts,
         default_prompt=None if folder is None else folder.default_prompt,
         similarity="cosine" if folder is None else folder.similarity,
+        late_interaction=None if folder is None else folder.late_interaction,
     )
-    return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, layers)
+    return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
+
+
+def _outputs(
+    tokens: str, folder: SentenceFolder | None, checkpoint: Checkpoint, *, pools: bool
+) -> dict[str, PooledOutput]:
+    """What a model that embeds makes, the default kind first."""
+    layers = () if folder is None else folder.layers
+    outputs = {} if tokens == "ALL" else {"embed": PooledOutput(tokens, layers)}
+    if not pools:
+        return outputs
+    of_tokens = layers if folder is None or folder.of_tokens is None else folder.of_tokens
+    first = checkpoint.config.get("bos_token_id")
+    is_m3 = folder is not None and folder.of_tokens is not None
+    skipped = (first,) if is_m3 and isinstance(first, int) else ()
+    outputs["token_embed"] = PooledOutput("ALL", of_tokens, skipped=skipped)
+    if folder is not None and folder.weights_of_tokens:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+        given = (checkpoint.config.get(name) for name in names)
+        special = tuple(each for each in given if isinstance(each, int))
+        weights = folder.weights_of_tokens
+        outputs["embed_sparse"] = PooledOutput("ALL", weights, IDENTITY, is_sparse=True, skipped=special)
+        outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, skipped=special)
+    return outputs
+
+
+def _names_splade(checkpoint: Checkpoint) -> bool:
+    """Whether the config has vLLM's name of such models, which hf_overrides may give."""
+    return "BertSpladeSparseEmbeddingModel" in (checkpoint.config.get("architectures") or ())
+
+
+def _over_vocabulary(
+    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec
+) -> Tasks:
+    """SPLADE (Formal et al. 2021): one value for each token of the vocabulary, most of them 0."""
+    if not spec.vocabulary_layers:
+        raise ModelError(f"{spec.architecture} has no layer over the vocabulary here, which SpladePooling pools")
+    if config.task not in (None, "embed"):
+        raise OptionError(f"pooler_config.task is {config.task}; a model with SpladePooling has embed")
+    if config.tokens not in (None, "MAX"):
+        raise OptionError(
+            f"pooler_config asks for pooling type {config.tokens}; a model with SpladePooling has its own"
+        )
+    output = PooledOutput(
+        "MAX",
+        spec.vocabulary_layers,
+        folder.splade if folder is not None and folder.splade else "log1p_relu",
+        head_first=True,
+    )
+    pooling = Pooling(
+        kinds=("embed", "embed_sparse"),
+        tokens="MAX",
+        width=spec.vocab_size,
+        activate=config.use_activation is not False,
+        reads_all=True,
+        lower_case=folder is not None and folder.lower_case,
+        has_token_types=spec.token_types > 1,
+        prompts={} if folder is None else folder.prompts,
+        default_prompt=None if folder is None else folder.default_prompt,
+        similarity="dot",
+    )
+    outputs = {"embed": output, "embed_sparse": replace(output, is_sparse=True)}
+    return Tasks(False, pooling, None if folder is None else folder.max_tokens, outputs)
 
 
 def _dimensions(checkpoint: Checkpoint) -> tuple[int, ...] | None:

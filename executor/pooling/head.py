@@ -14,7 +14,7 @@ from headrace import kernels
 from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm, HeadTokens
+from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm, HeadTokens, HeadVocabulary
 from headrace.ipc.failure import ModelError
 
 F = torch.nn.functional
@@ -31,6 +31,8 @@ FUNCTIONS: MappingProxyType[str, Function] = MappingProxyType(
         "silu": F.silu,
         "sigmoid": torch.sigmoid,
         "softmax": partial(torch.softmax, dim=-1),
+        "log1p_relu": lambda x: torch.log1p(F.relu(x)),
+        "log1p_log1p_relu": lambda x: torch.log1p(torch.log1p(F.relu(x))),
         "normalize": partial(F.normalize, dim=-1),
     }
 )
@@ -60,6 +62,10 @@ class Head:
             if isinstance(layer, HeadTokens):
                 assert checkpoint is not None, "it has the output matrix"
                 self._steps.append(_linear(_rows(layer, checkpoint, prefixes, token_id), None, "identity"))
+                continue
+            if isinstance(layer, HeadVocabulary):
+                assert checkpoint is not None, "it has the matrix"
+                self._steps.append(_vocabulary(layer, checkpoint, prefixes))
                 continue
             source = _beside(Path(layer.folder)) if layer.folder else checkpoint
             assert source is not None, "a layer without a folder is in the checkpoint"
@@ -99,14 +105,29 @@ def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> Function:
     return lambda x: exact(activation, linear.apply(x.contiguous()))
 
 
-def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], token_id: TokenId) -> Tensor:
-    """[1, columns]"""
+def _matrix(layer: HeadTokens | HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> str:
+    """The name of the output matrix."""
     held = checkpoint.names()
     names = [f"{prefix}{name}.weight" for name in layer.matrices for prefix in ("", *prefixes)]
     name = next((each for each in names if each in held), None)
     if name is None or checkpoint.shape(name) != (layer.vocab_size, layer.columns):
         raise ModelError(f"the checkpoint has no output matrix of shape {[layer.vocab_size, layer.columns]}")
-    rows = []
+    return name
+
+
+def _vocabulary(layer: HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> Function:
+    weight, bias = checkpoint.get(_matrix(layer, checkpoint, prefixes)).float(), None
+    if layer.biases:
+        name = next((each for each in layer.biases if each in checkpoint.names()), None)
+        if name is None:
+            raise ModelError(f"the checkpoint has no weight {layer.biases[0]}, of the layer over the vocabulary")
+        bias = checkpoint.get(name).float()
+    return _linear(weight, bias, "identity")
+
+
+def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], token_id: TokenId) -> Tensor:
+    """[1, columns]"""
+    name, rows = _matrix(layer, checkpoint, prefixes), []
     for token in layer.tokens:
         number = token_id(token)
         if number is None or number >= layer.vocab_size:
@@ -116,7 +137,9 @@ def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], 
 
 
 def _beside(folder: Path) -> WeightSource:
-    """The weights of one of sentence-transformers' modules."""
+    """The weights of one of sentence-transformers' modules, or of one file."""
+    if folder.suffix == ".pt":
+        return TorchWeights([folder])
     if (file := folder / "model.safetensors").is_file():
         return SafetensorsWeights([file])
     if (file := folder / "pytorch_model.bin").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -15,9 +16,11 @@ from headrace.executor.pooling.head import Head, exact
 from headrace.executor.pooling.largest import Largest
 from headrace.executor.pooling.last_token import LastToken
 from headrace.executor.pooling.mean import Mean, MeanSquareRoot, WeightedMean
+from headrace.executor.pooling.output import PooledOutput
 from headrace.executor.pooling.token_pooling import TokenPooling
 from headrace.executor.sampling.sampler import row_failure
-from headrace.ipc.messages import Pool, Pooling
+from headrace.ipc.codec import Tensor as Values
+from headrace.ipc.messages import Pool
 from headrace.ipc.step import NewRow, PooledRows, RowFailure, StepPlan, StepResult
 
 TOKEN_POOLINGS: dict[str, type[TokenPooling]] = {
@@ -27,28 +30,38 @@ TOKEN_POOLINGS: dict[str, type[TokenPooling]] = {
     "MAX": Largest,
     "MEAN_SQRT_LEN": MeanSquareRoot,
     "WEIGHTED_MEAN": WeightedMean,
+    "ALL": AllTokens,
 }
 """By vLLM's names of pooling types, and names for those of sentence-transformers that vLLM lacks."""
+TOKENS_AT_ONCE = 64
+"""How many tokens' values over the vocabulary are in memory at a time."""
 
 
 class WantedTokens(NamedTuple):
     """The tokens of a step whose hidden states the pooler gets."""
 
     indices: np.ndarray  # [num_wanted] int32: their indices in the step
-    rows: list[tuple[int, int, bool]]  # for each row that has some: (row, how many, the prompt ends in this step)
+    rows: list[tuple[int, int, list[slice], bool]]
+    """For each row that has some: (row, how many, which of these each of its kinds wants, the prompt ends in this
+    step)."""
+
+
+class _Row(NamedTuple):
+    task: Pool
+    token_ids: np.ndarray  # [num_tokens] int32
+    outputs: list[_Output]
 
 
 class Pooler:
     """`RowColumns` of rows that pool, and their vectors."""
 
-    def __init__(self, pooling: Pooling, head: Head | None = None, scale: float = 1.0) -> None:
-        """head: the layers behind the pooled states, of vectors and of classes; tokens' vectors have it too. scale:
-        that of the hidden states, as a model has them: its final norm may include a factor of the logits."""
-        self._of_text = TOKEN_POOLINGS[pooling.tokens]()
-        self._of_tokens = AllTokens()
-        self._head, self._divisor, self._activation = head, scale, pooling.activation
-        self._rows: dict[int, tuple[Pool, int]] = {}  # the task and the number of tokens
-        self._num_pairs = 0
+    def __init__(self, outputs: Mapping[str, PooledOutput], heads: Mapping[str, Head], scale: float = 1.0) -> None:
+        """outputs, heads: by kind. scale: that of the hidden states, as a model has them: its final norm may include a
+        factor of the logits."""
+        self._outputs = {kind: _Output(output, heads.get(kind)) for kind, output in outputs.items()}
+        self._divisor = scale
+        self._rows: dict[int, _Row] = {}
+        self._num_pairs = self._num_narrowed = 0
         self._done: list[tuple[int, Tensor]] = []  # the vectors of rows that end in the current step
         self._failures: list[RowFailure] = []
 
@@ -56,14 +69,18 @@ class Pooler:
 
     def enter(self, new: NewRow) -> None:
         if isinstance(new.task, Pool):
-            self._rows[new.row] = new.task, len(new.token_ids)
+            outputs = [self._outputs[kind] for kind in new.task.kinds]
+            self._rows[new.row] = _Row(new.task, np.asarray(new.token_ids, np.int32), outputs)
             self._num_pairs += new.task.second_text is not None
+            self._num_narrowed += new.task.num_keys is not None
 
     def leave(self, rows: np.ndarray) -> None:
         for row in rows.tolist() if self._rows else ():
             if (found := self._rows.pop(row, None)) is not None:
-                self._num_pairs -= found[0].second_text is not None
-                self._tokens(found[0]).leave(row)
+                self._num_pairs -= found.task.second_text is not None
+                self._num_narrowed -= found.task.num_keys is not None
+                for output in found.outputs:
+                    output.pooling.leave(row)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -71,16 +88,18 @@ class Pooler:
         """query_start: [num_scheduled + 1], of `StepArrays`. None if no row pools in this step."""
         if not self._rows:
             return None
-        indices, rows = list[np.ndarray](), list[tuple[int, int, bool]]()
+        indices, rows = list[np.ndarray](), list[tuple[int, int, list[slice], bool]]()
         for index, row in enumerate(plan.rows.tolist()):
-            if row not in self._rows:
+            if (found := self._rows.get(row)) is None:
                 continue
-            begin, (task, num_tokens) = int(plan.num_computed_tokens[index]), self._rows[row]
+            begin, num_tokens = int(plan.num_computed_tokens[index]), len(found.token_ids)
             end = begin + int(plan.num_tokens[index])
-            found = self._tokens(task).wanted(begin, end, num_tokens)
-            if found.start < found.stop:
-                indices.append(np.arange(found.start, found.stop, dtype=np.int32) + (query_start[index] - begin))
-                rows.append((row, found.stop - found.start, end == num_tokens))
+            spans = [output.pooling.wanted(begin, end, num_tokens) for output in found.outputs]
+            first, last = min(each.start for each in spans), max(each.stop for each in spans)
+            if first < last:
+                indices.append(np.arange(first, last, dtype=np.int32) + (query_start[index] - begin))
+                parts = [slice(each.start - first, each.stop - first) for each in spans]
+                rows.append((row, last - first, parts, end == num_tokens))
         return WantedTokens(np.concatenate(indices).astype(np.int32), rows) if rows else None
 
     def token_types(self, plan: StepPlan, query_start: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
@@ -89,33 +108,47 @@ class Pooler:
             return None
         types = np.zeros(len(positions), np.int32)
         for index, row in enumerate(plan.rows.tolist()):
-            task = self._rows[row][0] if row in self._rows else None
-            if task is not None and task.second_text is not None:
+            found = self._rows.get(row)
+            if found is not None and found.task.second_text is not None:
                 span = slice(query_start[index], query_start[index + 1])
-                types[span] = positions[span] >= task.second_text
+                types[span] = positions[span] >= found.task.second_text
         return types
+
+    def key_lens(self, plan: StepPlan, seq_lens: np.ndarray) -> np.ndarray | None:
+        """[num_seqs] int32: to how many of each row's tokens all attend; None if to all."""
+        if not self._num_narrowed:
+            return None
+        lens = seq_lens.copy()
+        for index, row in enumerate(plan.rows.tolist()):
+            found = self._rows.get(row)
+            if found is not None and found.task.num_keys is not None:
+                lens[index] = min(lens[index], found.task.num_keys)
+        return lens
 
     @torch.inference_mode()
     def take(self, wanted: WantedTokens, hidden: Tensor) -> None:
         """Makes the vectors of rows that end. hidden: [num_wanted, width], those of the wanted tokens, which may be
         overwritten afterwards."""
         hidden, first = hidden.to(torch.float32, copy=True) / self._divisor, 0
-        ended = list[tuple[int, Tensor]]()
-        for row, count, is_end in wanted.rows:
-            vectors = self._tokens(self._rows[row][0]).add(row, hidden[first : first + count], is_end=is_end)
+        ended = list[tuple[int, _Output, Tensor]]()
+        for row, count, spans, is_end in wanted.rows:
+            for output, span in zip(self._rows[row].outputs, spans, strict=True):
+                if span.start < span.stop:
+                    vectors = output.add(row, hidden[first + span.start : first + span.stop], is_end=is_end)
+                    if vectors is not None:
+                        ended.append((row, output, vectors))
             first += count
-            if vectors is not None:
-                ended.append((row, vectors))
-        if self._head is not None and ended:
-            parts = self._head(torch.cat([vectors for _, vectors in ended])).split([len(each) for _, each in ended])
-            ended = [(row, part) for (row, _), part in zip(ended, parts, strict=True)]
-        for row, vectors in ended:
-            vectors = self._activated(vectors, self._rows[row][0])
-            if bool(vectors.isfinite().all()):
-                self._done.append((row, vectors))
+        failed = set[int]()
+        for row, output, vectors in _through_heads(ended):
+            made = output.made(vectors, self._rows[row])
+            if bool(made.isfinite().all()):
+                self._done.append((row, made))
             else:
-                why = "the hidden states of its prompt are not finite: the model's computation overflowed"
-                self._failures.append(row_failure(row, why))
+                failed.add(row)
+        if failed:
+            why = "the hidden states of its prompt are not finite: the model's computation overflowed"
+            self._failures += [row_failure(row, why) for row in sorted(failed)]
+            self._done = [(row, made) for row, made in self._done if row not in failed]
 
     def added_to(self, result: StepResult) -> StepResult:
         """The step's result with what `take` made in it."""
@@ -125,13 +158,80 @@ class Pooler:
         self._done, self._failures = [], []
         return msgspec.structs.replace(result, vectors=_pooled(done), failures=(*result.failures, *failures))
 
-    def _tokens(self, task: Pool) -> TokenPooling:
-        return self._of_tokens if task.kind.startswith("token_") else self._of_text
 
-    def _activated(self, vectors: Tensor, task: Pool) -> Tensor:
-        """vectors [num_vectors, width] -> [num_vectors, dimensions]: cut, then activated if the task says so."""
+class _Output:
+    """One kind of results: its token pooling, with the states of rows, and what is made of pooled states."""
+
+    def __init__(self, declared: PooledOutput, head: Head | None) -> None:
+        self.declared, self.head = declared, head
+        self.pooling = TOKEN_POOLINGS[declared.tokens]()
+        self._skipped = np.array(declared.skipped, np.int32)
+
+    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+        """As `TokenPooling.add`; a head that comes before the pooling is computed for some tokens at a time."""
+        if not self.declared.head_first:
+            return self.pooling.add(row, hidden, is_end=is_end)
+        assert self.head is not None, "it comes first"
+        made, parts = None, hidden.split(TOKENS_AT_ONCE)
+        for index, part in enumerate(parts):
+            made = self.pooling.add(row, self.head(part), is_end=is_end and index == len(parts) - 1)
+        return made
+
+    def made(self, vectors: Tensor, row: _Row) -> Tensor:
+        """vectors [num_vectors, width] behind the head -> the result [num_vectors, values]."""
+        task, declared = row.task, self.declared
+        if declared.tokens == "ALL":
+            kept = self._kept(row)
+            vectors = vectors[torch.from_numpy(kept)]
+            if declared.is_sparse:
+                return _largest_of_each(vectors[:, 0], row.token_ids[kept])
+        if task.columns:
+            vectors = vectors[:, list(task.columns)]
         vectors = vectors[:, : task.dimensions]
-        return exact(self._activation, vectors) if task.activate else vectors
+        if task.activate or declared.is_sparse:
+            vectors = exact(declared.activation, vectors)
+        if declared.is_sparse:
+            (places,) = vectors[0].nonzero(as_tuple=True)
+            return torch.stack((places.float(), vectors[0, places]), dim=1)
+        return vectors if task.compared_with is None else _most_alike(task.compared_with, vectors)
+
+    def _kept(self, row: _Row) -> np.ndarray:
+        """[num_tokens] bool: which tokens have vectors."""
+        kept, task = np.ones(len(row.token_ids), bool), row.task
+        if self._skipped.size or task.skipped:
+            kept &= ~np.isin(row.token_ids, np.concatenate((self._skipped, np.array(task.skipped, np.int32))))
+        if task.steps_end_at is not None:
+            kept &= row.token_ids == task.steps_end_at
+        return kept
+
+
+def _largest_of_each(values: Tensor, token_ids: np.ndarray) -> Tensor:
+    """Pairs (token id, its largest value) [num_pairs, 2] of tokens with a value above 0, by id."""
+    ids, place_of = np.unique(token_ids, return_inverse=True)
+    largest = torch.zeros(len(ids)).scatter_reduce(0, torch.from_numpy(place_of), values, "amax")
+    pairs = torch.stack((torch.from_numpy(ids.astype(np.float32)), largest), dim=1)
+    return pairs[largest > 0]
+
+
+def _most_alike(others: Values, vectors: Tensor) -> Tensor:
+    """[1, 1]: see `Pool.compared_with`."""
+    if not len(vectors):
+        return torch.zeros(1, 1)
+    products = torch.from_numpy(others.numpy().copy()).double() @ vectors.double().T
+    return products.amax(1).sum().float().reshape(1, 1)
+
+
+def _through_heads(ended: list[tuple[int, _Output, Tensor]]) -> list[tuple[int, _Output, Tensor]]:
+    """What the layers behind the pooling make, of all rows with the same ones at once."""
+    made = list(ended)
+    for output in {id(output): output for _, output, _ in ended}.values():
+        if output.head is None or output.declared.head_first:
+            continue
+        mine = [index for index, (_, each, _) in enumerate(ended) if each is output]
+        parts = output.head(torch.cat([ended[index][2] for index in mine])).split([len(ended[i][2]) for i in mine])
+        for index, part in zip(mine, parts, strict=True):
+            made[index] = (*ended[index][:2], part)
+    return made
 
 
 def _pooled(done: list[tuple[int, Tensor]]) -> PooledRows | None:

@@ -39,6 +39,8 @@ class StepArrays:
     """[num_pooled] int32: the tokens whose hidden states are pooled"""
     token_types: np.ndarray | None = None
     """[num_tokens] int32: 1 in the second text of a pair; None: all are 0."""
+    key_lens: np.ndarray | None = None
+    """[num_seqs] int32: to how many of a sequence's first tokens all attend; None: to all."""
     given: tuple[PlacedInput, ...] = ()
     reads_logits: bool = True
     """False where all rows are greedy and only the highest logit of each row is read."""

@@ -67,6 +67,8 @@ class StepInputs:
     """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
     token_types: Tensor | None = None
     """[num_tokens] int64: 1 in the second text of a pair; None: all are 0."""
+    key_lens: Tensor | None = None
+    """[num_seqs] int32: see `PagedBatch`."""
     given: tuple[GivenRows, ...] = ()
     """What takes the place of tokens' embeddings."""
     states: StateBatch | None = None
@@ -90,6 +92,7 @@ class StepInputs:
                 slot_mapping,
                 self.block_size,
                 max_query_len=self.max_query_len,
+                key_lens=self.key_lens,
             )
             for block_tables, slot_mapping in zip(self.block_tables, self.slot_mapping, strict=True)
         )
@@ -101,8 +104,9 @@ class StepInputs:
         block_size, states, adapters = values.pop("block_size"), values.pop("states"), values.pop("adapters")
         del values["reads_logits"]
         given = GivenRows.of(values.pop("given"))
-        if arrays.token_types is None:
-            del values["token_types"]
+        for name in ("token_types", "key_lens"):
+            if values[name] is None:
+                del values[name]
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices", "pooled_indices", "token_types"):
             if name in tensors:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_requests
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.request.lists import elements
-from headrace.frontend.request.pair_prompts import paired, scoring_task, similarity, tokenize_pairs
+from headrace.frontend.request.pair_prompts import (
+    compare_with,
+    late_prompts,
+    paired,
+    scoring_task,
+    similarity,
+    tokenize_pairs,
+)
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import (
     ClassificationRequestOutput,
@@ -18,8 +25,8 @@ from headrace.frontend.request.pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, most_tokens, tokenize_to_pool
-from headrace.frontend.request.prompts import Prompt, parse_prompts, tokenization_of
+from headrace.frontend.request.pooling_prompts import DOCUMENT, NOT_POOLING, QUERY, most_tokens, tokenize_to_pool
+from headrace.frontend.request.prompts import Prompt, Tokenization, parse_prompts, tokenization_of
 from headrace.frontend.vllm.unsupported import check_arguments
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -80,13 +87,14 @@ class PoolingCalls:
         priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The vectors of each prompt, in order. pooling_task: what they are, by default the model's only task. The rest
-        is as in `embed`."""
+        """The vectors of each prompt, in order. pooling_task: what they are, by default the model's first task; several
+        tasks, joined by `&`, are computed at once. The rest is as in `embed`."""
         check_arguments("encode", {"lora_request": lora_request, **others})
         client = self._pooling_client("LLM.encode() and LLM.embed()")
         parsed = parse_prompts(prompts)
         params = pooling_params_for(pooling_params, len(parsed), pooling_task, truncate_prompt_tokens)
-        tokenize_to_pool(parsed, params, client.tokenizer, tokenization_of(tokenization_kwargs), client.welcome)
+        how = tokenization_of(tokenization_kwargs)
+        tokenize_to_pool(parsed, params, client.tokenizer, how, client.welcome)
         return self._pool(parsed, params, priority, use_tqdm)
 
     def classify(
@@ -143,9 +151,31 @@ class PoolingCalls:
                 truncate_prompt_tokens=truncate_prompt_tokens,
             )
             return compared(pairs, dict(zip(texts, embedded, strict=True)), client.welcome)
+        if task == "token_embed":
+            (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
+            return self._late_scores(pairs, params, how, use_tqdm)
         (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
         most = most_tokens(how, params, client.welcome)
         prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how)
+        outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
+        return [ScoringRequestOutput.from_base(output) for output in outputs]
+
+    def _late_scores(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        how: Tokenization,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[ScoringRequestOutput]:
+        client = self._client
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        embedded = self._pool(
+            late_prompts(queries, params, client, how, QUERY), [params] * len(queries), None, use_tqdm
+        )
+        of_query = {query: each.outputs for query, each in zip(queries, embedded, strict=True)}
+        prompts = late_prompts([document for _, document in pairs], params, client, how, DOCUMENT)
+        for prompt, (query, _) in zip(prompts, pairs, strict=True):
+            compare_with(prompt, of_query[query])
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 

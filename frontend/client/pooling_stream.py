@@ -7,7 +7,7 @@ from typing import Any
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
-from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput, SeveralOutputs
 from headrace.ipc.messages import Task
 
 
@@ -18,9 +18,22 @@ class PoolingStream(RequestStream):
         super().__init__(request, None)
         assert request.pool is not None, "it is a request that pools"
         self._task = request.pool
-        self.vectors: memoryview[Any] | None = None
-        """[num_vectors * width] float32, once they have come."""
-        self.width = 0
+        self.parts: list[PoolingOutput] = []
+        """One for each kind, in the order of the task's, once they have come."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self._task.kinds
+
+    @property
+    def vectors(self) -> memoryview[Any] | None:
+        """[num_vectors * width] float32, of the first kind, once they have come."""
+        return self.parts[0].values if self.parts else None
+
+    def take(self, values: memoryview[Any], width: int) -> None:
+        """Adds the part of the next kind."""
+        is_one = self.kinds[len(self.parts)] in ("embed", "classify")
+        self.parts.append(PoolingOutput(values, None if is_one else width))
 
     def task_of(self, sequence: SequenceState) -> Task:
         return self._task
@@ -28,11 +41,15 @@ class PoolingStream(RequestStream):
     def _read(self) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:  # type: ignore[override]
         self._news = False
         self._final_given = self._ended
-        vectors: memoryview[Any] = self.vectors if self.vectors is not None else memoryview(b"").cast("f")
         return PoolingRequestOutput(
             request_id=self.request_id,
-            outputs=PoolingOutput(vectors, self.width if self._task.kind.startswith("token_") else None),
+            outputs=self.outputs(),
             prompt_token_ids=list(self.prompt.token_ids or ()),
             num_cached_tokens=self.num_cached_tokens or 0,
             finished=self._ended,
         )
+
+    def outputs(self) -> PoolingOutput:
+        if len(self.kinds) > 1:
+            return SeveralOutputs(dict(zip(self.kinds, self.parts, strict=False)))
+        return self.parts[0] if self.parts else PoolingOutput(memoryview(b"").cast("f"))

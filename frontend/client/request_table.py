@@ -237,7 +237,7 @@ class RequestTable:
         for slot, count, width in sizes:
             sequence, end = self._sequences.get(slot), first + count * width
             if sequence is not None and isinstance(sequence.stream, PoolingStream):
-                sequence.stream.vectors, sequence.stream.width = values[first:end], width
+                sequence.stream.take(values[first:end], width)
             first = end
 
     def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:

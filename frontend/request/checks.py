@@ -141,7 +141,7 @@ def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> P
     task = params.to_wire(welcome.pooling, welcome.served_model_names[0])
     check_token_ids(prompt, welcome)
     check_length(prompt, welcome, answer=0)
-    return task if prompt.second_text is None else msgspec.structs.replace(task, second_text=prompt.second_text)
+    return msgspec.structs.replace(task, **prompt.pool) if prompt.pool else task
 
 
 def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:

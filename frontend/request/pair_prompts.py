@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.frontend.request.pooling_prompts import NOT_POOLING
-from headrace.frontend.request.prompts import Prompt, Tokenization
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.pooling_outputs import PoolingOutput
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, tokenize_to_pool
+from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import PairFormat, Pooling, Welcome
 
@@ -16,12 +19,14 @@ _FIELD = re.compile(r"\{(?:instruction|query|document)\}")
 
 
 def scoring_task(welcome: Welcome) -> str:
-    """The task whose results make scores: classify, of pairs, or embed. Raises InvalidRequestError if there is none."""
+    """The task whose results make scores: classify, of pairs, embed, or token_embed, whose vectors are compared one by
+    one. Raises InvalidRequestError if there is none."""
     pooling = welcome.pooling
     if pooling is None:
         raise InvalidRequestError(f"scores are of models that pool: {NOT_POOLING}")
-    if "embed" in pooling.kinds:
-        return "embed"
+    for kind in ("embed", "token_embed"):
+        if kind in pooling.kinds:
+            return kind
     if "classify" not in pooling.kinds:
         raise InvalidRequestError(
             f"Score API is not supported by this model, whose tasks are {', '.join(pooling.kinds)}; it needs classify "
@@ -81,7 +86,7 @@ def tokenize_pairs(
     prompts = [Prompt(token_ids=token_ids) for token_ids, _ in encoded]
     if pooling.has_token_types:
         for prompt, (_, second) in zip(prompts, encoded, strict=True):
-            prompt.second_text = second
+            prompt.pool = {"second_text": second}
     return prompts
 
 
@@ -102,6 +107,23 @@ def _written(
             segments[form.cut] = segments[form.cut][: max(0, most_tokens - others)]
         prompts.append(Prompt(token_ids=[each for segment in segments for each in segment]))
     return prompts
+
+
+def late_prompts(
+    texts: Sequence[str], params: PoolingParams, facts: ModelFacts, how: Tokenization, prompt_name: str
+) -> list[Prompt]:
+    """Prompts of queries, or of documents, whose tokens' vectors are compared."""
+    prompts, params = [Prompt(text=text) for text in texts], params.clone()
+    params.prompt_name = prompt_name
+    tokenize_to_pool(prompts, [params] * len(prompts), facts.tokenizer, how, facts.welcome)
+    return prompts
+
+
+def compare_with(prompt: Prompt, query: PoolingOutput) -> None:
+    """Lets the prompt's result be the score of its tokens' vectors for those of a query."""
+    assert query.width is not None, "it has a vector for each token"
+    shape = (len(query.values) // query.width, query.width)
+    prompt.pool = {**prompt.pool, "compared_with": Tensor("float32", shape, query.values.cast("B"))}
 
 
 def similarity(pooling: Pooling, first: Sequence[float], second: Sequence[float]) -> float:

@@ -42,6 +42,27 @@ class PoolingOutput:
     __hash__ = None  # type: ignore[assignment]
 
 
+class SeveralOutputs(PoolingOutput):
+    """The results of a prompt by kind, where several were asked for at once."""
+
+    def __init__(self, parts: dict[str, PoolingOutput]) -> None:
+        super().__init__(memoryview(b"").cast("f"))
+        self.parts = parts
+
+    @property
+    def data(self) -> Any:
+        """As that of one kind, by its name."""
+        return {kind: part.data for kind, part in self.parts.items()}
+
+    def tolist(self) -> Any:
+        return {kind: part.tolist() for kind, part in self.parts.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SeveralOutputs) and self.parts == other.parts
+
+    __hash__ = None
+
+
 class PoolingRequestOutput(Generic[O]):
     """A finished request that pools."""
 
@@ -109,7 +130,7 @@ class ScoringOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> ScoringOutput:
-        (score,) = pooling_output.tolist()
+        (score,) = pooling_output.values.tolist()
         return ScoringOutput(score)
 
     def __repr__(self) -> str:

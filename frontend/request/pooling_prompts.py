@@ -1,17 +1,22 @@
-"""Prompts of requests that pool: their tokens, truncated from the end unless asked otherwise."""
+"""Prompts of requests that pool: their tokens, truncated from the end unless asked otherwise, and for late interaction
+(ColBERT) with the markers of queries and documents.
+
+    [CLS] [Q] who wrote it [SEP] [MASK] [MASK] ...      [CLS] [D] goethe wrote faust . [SEP]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.prompts import Prompt, Tokenization, encode_texts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Welcome
+from headrace.ipc.messages import LateInteraction, Welcome
 
-EMBEDDING = ("embed", "token_embed")
-"""Tasks with prompts by name."""
+QUERY, DOCUMENT = "query", "document"
+"""Names of prompts that all models of late interaction have."""
 NOT_POOLING = (
     "it is only supported for pooling models. Try passing `--runner pooling` to use the model as a pooling model, or "
     "`--runner generate --convert embed` to use it for both"
@@ -25,27 +30,55 @@ def tokenize_to_pool(
     how: Tokenization,
     welcome: Welcome,
 ) -> None:
-    """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask."""
+    """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask. Raises
+    InvalidRequestError."""
+    texts = [prompt.token_ids is None for prompt in prompts]
     for prompt, each in zip(prompts, params, strict=True):
         if prompt.text is not None and prompt.token_ids is None:
-            prompt.text = as_pooled(prompt.text, welcome, each.task)
+            prompt.text = as_pooled(prompt.text, welcome, each)
     encode_texts(prompts, tokenizer, how)
-    cut_to_pool(prompts, params, tokenizer, how, welcome)
+    cut_to_pool(prompts, params, tokenizer, how, welcome, texts)
 
 
-def as_pooled(text: str, welcome: Welcome, task: str | None, prompt_name: str | None = None) -> str:
-    """The text as the model's folder wants it: behind the prompt of this name, or the default one, and in lower case.
-    Raises InvalidRequestError for a name that the folder does not have."""
+def as_pooled(text: str, welcome: Welcome, params: PoolingParams) -> str:
+    """The text as the model's folder wants it: behind the prompt that the parameters name, or the default one, and in
+    lower case. Raises InvalidRequestError for a name that the folder does not have."""
     pooling = welcome.pooling
     if pooling is None:
         return text
-    name = pooling.default_prompt if prompt_name is None else prompt_name
-    if name is not None and (task or pooling.kinds[0]) in EMBEDDING:
-        if name not in pooling.prompts:
+    name = pooling.default_prompt if params.prompt_name is None else params.prompt_name
+    if name is not None and "embed" in (params.task or pooling.kinds[0]):
+        if name not in pooling.prompts and not (pooling.late_interaction and name in (QUERY, DOCUMENT)):
             known = ", ".join(pooling.prompts) or "none"
             raise InvalidRequestError(f"the model has no prompt with the name {name!r:.100}; it has {known}")
-        text = pooling.prompts[name] + text
+        text = pooling.prompts.get(name, "") + text
     return text.lower() if pooling.lower_case else text
+
+
+_OF_INPUT_TYPES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "search_query": ("search_query", QUERY),
+        "search_document": ("search_document", DOCUMENT, "passage", "corpus"),
+        "classification": ("classification",),
+        "clustering": ("clustering",),
+    }
+)
+"""Cohere's types of inputs, and what prompts for them are called."""
+
+
+def prompt_of_type(input_type: str | None, welcome: Welcome) -> str | None:
+    """The name of the prompt for Cohere's type of an input, or of the prompt that is called so; None for the default
+    one, where the folder has none for the type. Raises InvalidRequestError for an unknown type."""
+    pooling = welcome.pooling
+    if input_type is None or pooling is None or input_type in pooling.prompts:
+        return input_type
+    if input_type not in _OF_INPUT_TYPES:
+        known = ", ".join(dict.fromkeys((*_OF_INPUT_TYPES, *pooling.prompts)))
+        raise InvalidRequestError(f"input_type is {input_type!r:.100}; known: {known}")
+    by_name = {name.lower(): name for name in pooling.prompts}
+    if pooling.late_interaction is not None:
+        by_name |= {QUERY: QUERY, DOCUMENT: DOCUMENT}
+    return next((by_name[name] for name in _OF_INPUT_TYPES[input_type] if name in by_name), None)
 
 
 def cut_to_pool(
@@ -54,14 +87,57 @@ def cut_to_pool(
     tokenizer: Tokenizer | None,
     how: Tokenization,
     welcome: Welcome,
+    are_texts: Sequence[bool] | None = None,
 ) -> None:
     """Truncates tokenised prompts as `how` and `params` ask. The special tokens around a text are kept: the last may be
-    the one whose hidden state is pooled."""
-    for prompt, each in zip(prompts, params, strict=True):
+    the one whose hidden state is pooled. Texts (those that are true in are_texts, or that have one) whose tokens are
+    compared one by one get their markers: those of queries if their prompt_name is so, else those of documents."""
+    pooling = welcome.pooling
+    late = None if pooling is None else pooling.late_interaction
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        is_text = prompt.text is not None if are_texts is None else are_texts[index]
+        marked = late if late is not None and is_text and "token_embed" in (each.task or "token_embed") else None
         most = most_tokens(how, each, welcome)
+        if marked is not None:
+            most = _room(marked, most, is_query=each.prompt_name == QUERY)
         if most is not None and len(prompt.token_ids or ()) > most:
             inner = tokenizer.encode(prompt.text, False) if prompt.text is not None and tokenizer is not None else None
             prompt.token_ids = _cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
+        if marked is not None and tokenizer is not None:
+            _mark(prompt, marked, tokenizer, is_query=each.prompt_name == QUERY)
+
+
+def _room(late: LateInteraction, most: int | None, *, is_query: bool) -> int | None:
+    """Most tokens besides the marker."""
+    marker, own = (late.query_prefix, late.query_length) if is_query else (late.document_prefix, late.document_length)
+    limits = [each for each in (most, own) if each is not None]
+    return max(0, min(limits) - bool(marker)) if limits else None
+
+
+def _mark(prompt: Prompt, late: LateInteraction, tokenizer: Tokenizer, *, is_query: bool) -> None:
+    """Puts the marker behind the first token, and fills a query up. Raises InvalidRequestError."""
+    token_ids = list(prompt.token_ids or ())
+    if marker := late.query_prefix if is_query else late.document_prefix:
+        token_ids[1:1] = [_id_of(marker, tokenizer)]
+    if not is_query:
+        skipped = (tokenizer.token_id(token) for token in late.skipped)
+        prompt.pool = {"skipped": tuple(each for each in skipped if each is not None)}
+    elif late.fills_queries and late.query_length is not None and len(token_ids) < late.query_length:
+        if not late.fillers_are_seen:
+            prompt.pool = {"num_keys": len(token_ids)}
+        named = tokenizer.special_tokens_map
+        filler = next((named[each] for each in ("mask_token", "eos_token", "pad_token") if named.get(each)), "[MASK]")
+        token_ids += [_id_of(filler, tokenizer)] * (late.query_length - len(token_ids))
+    prompt.token_ids = token_ids
+
+
+def _id_of(token: str, tokenizer: Tokenizer) -> int:
+    found = tokenizer.token_id(token)
+    if found is None:
+        raise InvalidRequestError(
+            f"the tokenizer has no token {token!r:.100}, with which this model's texts are written"
+        )
+    return found
 
 
 def most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
@@ -84,6 +85,9 @@ def embeds_input(
     return EmbedsInput(type="embeds", prompt_embeds=prompt_embeds, **given)  # type: ignore[typeddict-item]
 
 
+NO_FIELDS: Mapping[str, Any] = types.MappingProxyType({})
+
+
 class Prompt(msgspec.Struct):
     """A prompt in the form that the rest of the frontend uses."""
 
@@ -93,8 +97,8 @@ class Prompt(msgspec.Struct):
     cache_salt: str = ""
     inputs: tuple[RowInput, ...] = ()
     """What stands in the place of tokens, where `token_ids` has PLACEHOLDER."""
-    second_text: int | None = None
-    """Position of the first token of the second text of a pair, for a model that distinguishes it."""
+    pool: Mapping[str, Any] = NO_FIELDS
+    """Fields of the task `Pool` that are set with the prompt, such as second_text."""
     reasoning: ReasoningFormat | None = None
     """How reasoning is marked in the answer, if the prompt was rendered for a known format."""
     reasoning_has_form: bool = False

@@ -122,6 +122,11 @@ class Tokenizer(TransformersNames):
         """Number of tokens in a text, without added special tokens."""
         return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """The part of a text of which its first tokens are."""
+        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return text[: offsets[num_tokens - 1][1]] if len(offsets) > num_tokens else text
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` for many texts at once, on several threads."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -239,6 +244,11 @@ class Tokenizer(TransformersNames):
     def special_tokens(self) -> dict[str, int]:
         """The id of every special token, by its text."""
         return {text: each for each in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(each))}
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None if it has none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     @property
     def special_tokens_map(self) -> dict[str, str]:

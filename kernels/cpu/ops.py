@@ -38,6 +38,7 @@ def step_of(batch: PagedBatch) -> Step:
             "slot_mapping": batch.slot_mapping.to(torch.int64).contiguous(),
             "query_start": batch.query_start.to(torch.int32).contiguous(),
             "seq_lens": batch.seq_lens.to(torch.int32).contiguous(),
+            **({} if batch.key_lens is None else {"key_lens": batch.key_lens.to(torch.int32).contiguous()}),
             "block_table": batch.block_tables.to(torch.int32).contiguous(),
         }
         step = Step(

@@ -44,6 +44,9 @@ class PagedBatch:
     max_query_len: int | None = None
     """A bound, known on the host, on the tokens that any one sequence computes; None if unknown. With 1 a GPU launches
     no kernel for prompts."""
+    key_lens: Tensor | None = None
+    """[num_seqs] int32: to how many of a sequence's first tokens all attend, where attention is not causal; None: to
+    all. A token whose window has none of these gets zeros."""
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -52,6 +55,10 @@ class PagedBatch:
     @cached_property
     def context_lens(self) -> list[int]:
         return self.seq_lens.tolist()
+
+    @cached_property
+    def last_keys(self) -> list[int]:
+        return (self.seq_lens if self.key_lens is None else self.key_lens).tolist()
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,8 @@ class _Prompt:
     first_token: int
     num_tokens: int
     start: int
+    end: int
+    """One more than the position of the last key."""
     first_position: int
     """The position of the first gathered key."""
     rows: Tensor  # [num_kv_heads * num_blocks] int64
@@ -157,7 +166,7 @@ def _plan(batch: PagedBatch, num_kv_heads: int, window: int | None) -> tuple[lis
             blocks = batch.block_tables[seq, first_block:end_block].long()
             rows = (blocks * num_kv_heads + heads).reshape(-1)
             start = context_len - num_tokens
-            prompts.append(_Prompt(starts[seq], num_tokens, start, first_block * size, rows))
+            prompts.append(_Prompt(starts[seq], num_tokens, start, batch.last_keys[seq], first_block * size, rows))
     spans.sort()
     groups: list[_DecodeGroup] = []
     while spans:
@@ -281,7 +290,7 @@ def _attend_prompt(
     per_head = (prompt.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     q = query[span].reshape(per_head).permute(1, 2, 0, 3)  # [num_kv_heads, group, num_tokens, head_dim]
     into = out[span].view(per_head).permute(1, 2, 0, 3)
-    end = prompt.start + prompt.num_tokens
+    end = prompt.end
     keys = _gather(key_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
@@ -294,7 +303,7 @@ def _attend_prompt(
         tile_end = min(tile + QUERY_TILE_TOKENS, prompt.num_tokens)
         low = prompt.first_position
         if params.sliding_window is not None:
-            low = max(low, prompt.start + tile - params.sliding_window + 1)
+            low = min(max(low, prompt.start + tile - params.sliding_window + 1), end - 1)
         at = torch.arange(prompt.start + tile, prompt.start + tile_end, device=query.device)[:, None]
         high = prompt.start + tile_end if params.causal else end
         positions = torch.arange(low, high, device=query.device)
@@ -305,7 +314,7 @@ def _attend_prompt(
         bias = _bias(params, positions - at, num_kv_heads)
         tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
         attended = _attend(*tiles, visible, params, sinks, bias)
-        into[:, :, tile:tile_end] = attended
+        into[:, :, tile:tile_end] = attended.masked_fill(~visible.any(1)[:, None], 0)  # see `key_lens`
 
 
 def _bias(params: AttentionParams, distances: Tensor, num_kv_heads: int) -> Tensor | None:

@@ -127,7 +127,10 @@ def test_a_prefix_is_reused_but_the_last_token_is_computed() -> None:
 @pytest.mark.parametrize(
     ("pool", "why"),
     [
-        ({"kind": "classify"}, "the task is to pool (classify), and this engine's tasks for null are generate, embed"),
+        (
+            {"kinds": ("classify",)},
+            "the task is to pool (classify), and this engine's tasks for null are generate, embed",
+        ),
         ({"dimensions": WIDTH + 1}, f"dimensions is {WIDTH + 1}, and vectors have {WIDTH} values"),
         ({"dimensions": 0}, "dimensions"),
     ],

@@ -408,7 +408,6 @@ def test_an_unknown_model_or_route_or_method(server, client):
     ("path", "said"),
     [
         ("/v1/responses/resp_1/nothing", "GET, DELETE"),
-        *((path, "/v1/embeddings, /score, /rerank and /classify are") for path in ("/pooling", "/v2/embed")),
         ("/v1/moderations", "neither judge nor train here"),
         ("/v1/audio/transcriptions", "/v1/chat/completions"),
         ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),

@@ -209,12 +209,12 @@ def test_json_needs_no_content_type_but_from_web_pages(server, path, body, heade
         (
             lambda client: client.embed("null", "x"),
             404,
-            "/v1/embeddings",
+            "--runner pooling",
         ),
         (
             lambda client: client.embeddings("null", "x"),
             404,
-            "/v1/embeddings",
+            "--runner pooling",
         ),
         (lambda client: client.pull("null"), 404, "/api/pull"),
         (lambda client: client.delete("null"), 404, "/api/delete"),

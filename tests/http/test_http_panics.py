@@ -40,7 +40,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "/api/generate": [{"prompt": PANICS}, {"prompt": "Hello", "system": PANICS}, {"prompt": PANICS, "raw": True}],
 }
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
-POOLED = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify", "/v1/embeddings"}
+POOLED = {
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify", "/v1/embeddings"),
+    *("/embeddings", "/pooling", "/v2/embed", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/"),
+    *("/api/embed", "/api/embeddings"),
+}
 """This model makes no vectors, which is said before tokens are made."""
 WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", *POOLED}
 """Routes with a body of which no tokens are made here."""

@@ -118,7 +118,7 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it_so_that_no_device_sees_it
 
 
 def test_a_request_to_pool_is_refused_in_a_sentence() -> None:
-    _, _, finish = answer(msgspec.structs.replace(REQUEST, task=Pool(kind="embed")))
+    _, _, finish = answer(msgspec.structs.replace(REQUEST, task=Pool(kinds=("embed",))))
     assert finish.reason is FinishReason.REJECTED
     assert finish.failure is not None
     assert "this engine's tasks for null are generate" in finish.failure.message

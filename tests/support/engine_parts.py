@@ -173,7 +173,7 @@ class SteppedClient:
             slot=slot,
             request_id=f"r{slot}",
             prompt_token_ids=Tensor.of("int32", prompt),
-            task=Pool(**{"kind": "embed", **pool}),
+            task=Pool(**{"kinds": ("embed",), **pool}),
         )
         self.send(message)
 

@@ -9,15 +9,24 @@ from headrace.executor.models.blocks import Ffn
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.families import Config
 from headrace.executor.models.families._config import flag, head_dim_of, integer, layer_norm, one_of, plain
-from headrace.executor.models.heads import Classifier, HeadActivation, HeadLayer, HeadLinear, num_labels
+from headrace.executor.models.heads import (
+    Classifier,
+    HeadActivation,
+    HeadLayer,
+    HeadLinear,
+    HeadNorm,
+    HeadVocabulary,
+    num_labels,
+)
 
 IGNORABLE = (
     r"(^|\.)position_ids$",
     r"rotary_emb\.inv_freq$",
     r"(^|\.)pooler\.",
     r"^(cls|lm_head|vocab_transform|vocab_layer_norm|vocab_projector|qa_outputs|decoder|head)\.",
+    r"^linear\.weight$",
 )
-"""Heads of pre-training, which make no vectors."""
+"""Heads of pre-training, which make no vectors; and ColBERT's layer behind the model, which is read by itself."""
 
 
 def heads_of(task: str) -> tuple[str, ...]:
@@ -91,6 +100,23 @@ def classifier(
         labels = num_labels(config)
         return Classifier("ALL", (HeadLinear("classifier", labels, width),), labels)
     return None
+
+
+def vocabulary_layers(
+    config: Config, dense: str, norm: str, matrix: str, *biases: str, function: HeadActivation = "gelu"
+) -> tuple[HeadLayer, ...]:
+    """A masked language model's layers: one with an activation, a norm, and the matrix, which may be tied to the
+    embedding. biases: names of the matrix's bias."""
+    width = integer(config, "hidden_size")
+    return (
+        HeadLinear(dense, width, width, activation=function),
+        HeadNorm(norm, width, layer_norm(config, default=1e-12).eps),
+        HeadVocabulary((matrix, "embeddings.word_embeddings"), biases, integer(config, "vocab_size"), width),
+    )
+
+
+LM_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", "lm_head.decoder.bias")
+"""RoBERTa's names of `vocabulary_layers`."""
 
 
 def pooler(config: Config, name: str = "pooler.dense", activation: HeadActivation = "tanh") -> HeadLinear:

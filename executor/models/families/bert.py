@@ -9,7 +9,9 @@ from headrace.executor.models.families._encoders import (
     encoder,
     heads_of,
     pooler,
+    vocabulary_layers,
 )
+from headrace.executor.models.heads import COLBERT
 
 NAMES = WeightNames(
     prefixes=("bert.", "model.", ""),
@@ -30,11 +32,22 @@ NAMES = WeightNames(
 )
 
 
+VOCABULARY = (
+    *("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
+    *("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+
+
 def build(config: Config) -> ArchSpec:
     check_positions(config)
     return encoder(
-        config, names=NAMES, learned_position_offset=0, default_types=2, classifier=classifier(config, pooler(config))
+        config,
+        names=NAMES,
+        learned_position_offset=0,
+        default_types=2,
+        classifier=classifier(config, pooler(config)),
+        vocabulary_layers=vocabulary_layers(config, *VOCABULARY),
     )
 
 
-FAMILY = Family((*heads_of("Bert"), "BertForPreTraining"), build)
+FAMILY = Family((*heads_of("Bert"), "BertForPreTraining", COLBERT), build)

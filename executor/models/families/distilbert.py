@@ -3,7 +3,14 @@
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import integer, layer_norm, plain
-from headrace.executor.models.families._encoders import IGNORABLE, classifier, encoder, heads_of, pooler
+from headrace.executor.models.families._encoders import (
+    IGNORABLE,
+    classifier,
+    encoder,
+    heads_of,
+    pooler,
+    vocabulary_layers,
+)
 
 NAMES = WeightNames(
     prefixes=("distilbert.", ""),
@@ -22,6 +29,8 @@ NAMES = WeightNames(
     ignorable=IGNORABLE,
 )
 
+VOCABULARY = ("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias")
+
 
 def build(config: Config) -> ArchSpec:
     config = config.renamed(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")
@@ -32,6 +41,7 @@ def build(config: Config) -> ArchSpec:
         learned_position_offset=0,
         norm=layer_norm(config, default=1e-12),
         classifier=classifier(config, pooler(config, "pre_classifier", "relu")),
+        vocabulary_layers=vocabulary_layers(config, *VOCABULARY),
     )
 
 

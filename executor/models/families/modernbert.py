@@ -18,7 +18,15 @@ from headrace.executor.models.families._config import (
     rope_section,
 )
 from headrace.executor.models.families._encoders import IGNORABLE, heads_of
-from headrace.executor.models.heads import Classifier, HeadActivation, HeadLayer, HeadLinear, HeadNorm, num_labels
+from headrace.executor.models.heads import (
+    Classifier,
+    HeadActivation,
+    HeadLayer,
+    HeadLinear,
+    HeadNorm,
+    HeadVocabulary,
+    num_labels,
+)
 from headrace.ipc.failure import ModelError
 
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
@@ -90,6 +98,7 @@ def build(config: Config) -> ArchSpec:
         ),
         names=NAMES,
         classifier=_classifier(config, hidden, norm.eps, norm_bias=norm.bias),
+        vocabulary_layers=_vocabulary_layers(config, hidden, norm.eps, norm_bias=norm.bias),
     )
 
 
@@ -119,6 +128,16 @@ def _classifier(config: Config, hidden: int, eps: float, *, norm_bias: bool) -> 
     if named.endswith("ForTokenClassification"):
         return Classifier("ALL", layers, labels)
     return Classifier("CLS" if pooling == "cls" else "MEAN", layers, labels)
+
+
+def _vocabulary_layers(config: Config, hidden: int, eps: float, *, norm_bias: bool) -> tuple[HeadLayer, ...]:
+    kind = activation(config, "classifier_activation", "gelu")
+    biases = ("decoder.bias",) if config.get("decoder_bias", True) else ()
+    return (
+        HeadLinear("head.dense", hidden, hidden, flag(config, "classifier_bias", False), _head_activation(kind)),
+        HeadNorm("head.norm", hidden, eps, norm_bias),
+        HeadVocabulary(("decoder", NAMES.embedding), biases, integer(config, "vocab_size"), hidden),
+    )
 
 
 def _head_activation(kind: str) -> HeadActivation:

@@ -3,7 +3,15 @@
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import integer
-from headrace.executor.models.families._encoders import IGNORABLE, classifier, encoder, heads_of, pooler
+from headrace.executor.models.families._encoders import (
+    IGNORABLE,
+    LM_HEAD,
+    classifier,
+    encoder,
+    heads_of,
+    pooler,
+    vocabulary_layers,
+)
 
 FIRST_POSITION = 2
 """The padding token's id is 1, whatever the config says of it."""
@@ -36,6 +44,7 @@ def build(config: Config) -> ArchSpec:
         attention={"distance_bias": (integer(config, "relative_attention_num_buckets", 32), FARTHEST, reach)},
         shared=((NAMES.distance_bias, "encoder.relative_attention_bias"),),
         classifier=classifier(config, pooler(config, "classifier.dense"), name="classifier.out_proj"),
+        vocabulary_layers=vocabulary_layers(config, *LM_HEAD),
     )
 
 

@@ -5,7 +5,15 @@ from dataclasses import replace
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import integer
-from headrace.executor.models.families._encoders import check_positions, classifier, encoder, heads_of, pooler
+from headrace.executor.models.families._encoders import (
+    LM_HEAD,
+    check_positions,
+    classifier,
+    encoder,
+    heads_of,
+    pooler,
+    vocabulary_layers,
+)
 from headrace.executor.models.families.bert import NAMES as BERT
 
 NAMES = replace(BERT, prefixes=("roberta.", "model.", ""))
@@ -19,6 +27,7 @@ def build(config: Config) -> ArchSpec:
         learned_position_offset=integer(config, "pad_token_id", 1) + 1,
         default_types=1 if config["architectures"][0].startswith("XLM") else 2,
         classifier=classifier(config, pooler(config, "classifier.dense"), name="classifier.out_proj"),
+        vocabulary_layers=vocabulary_layers(config, *LM_HEAD),
     )
 
 

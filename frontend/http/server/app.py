@@ -107,6 +107,10 @@ class App:
         self._error_bodies = {prefix: body for api in state.apis for prefix, body in api.error_bodies.items()}
         self._missing = _Missing(state)
         self._public = frozenset(spec.path for spec in state.routes if spec.access is Access.PUBLIC)
+        self._guarded = frozenset(
+            (spec.method, spec.path) for spec in state.routes if spec.access in (Access.CLIENT, Access.ADMIN)
+        )
+        """A path may be public for one method alone."""
         self._probes = frozenset(spec.path for spec in served if spec.access in (Access.PUBLIC, Access.STATISTICS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +135,8 @@ class App:
         self._state.collector.busy(1)
         try:
             path = scope["path"].removeprefix(options.root_path)
-            self._access.check(exchange, is_public=path in self._public)
+            is_public = path in self._public and (scope["method"], path) not in self._guarded
+            self._access.check(exchange, is_public=is_public)
             await self._route(scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"

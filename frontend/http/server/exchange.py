@@ -34,6 +34,8 @@ T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+JSON: Headers = ((b"content-type", b"application/json"),)
 
 INLINE_BYTES = 16 << 10
 INLINE_CONTAINERS = 256
@@ -377,14 +379,14 @@ class Exchange:
 async def send_json(
     send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (), *, more_body: bool = False
 ) -> None:
-    fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    fixed = [*JSON, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Sends a JSON response in pieces, and frees each once it is sent."""
-    fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, pieces)))]
+async def send_pieces(send: Send, pieces: list[bytes], headers: Headers) -> None:
+    """Sends a response in pieces, and frees each once it is sent. headers: besides its length."""
+    fixed = [*headers, (b"content-length", b"%d" % sum(map(len, pieces)))]
     await send({"type": "http.response.start", "status": 200, "headers": fixed})
     pieces.reverse()
     while pieces:

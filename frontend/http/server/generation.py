@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.server.errors import SPELLINGS, ApiError, as_api_error, respelt
 from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, EventStream, KeepAlive, StreamForm
-from headrace.frontend.http.server.exchange import Exchange, Receive, send_pieces
+from headrace.frontend.http.server.exchange import JSON, Exchange, Headers, Receive, send_pieces
 from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.request_log import note
 from headrace.frontend.http.server.selection import OutputSelection, likeliest, search
@@ -67,6 +67,8 @@ class Answer:
 
     form: StreamForm = EVENTS
     """The format of a streamed answer."""
+    headers: Headers = JSON
+    """Of a whole answer, besides its length."""
     streams: Sequence[RequestStream] = ()
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
@@ -112,6 +114,9 @@ class PreparedRequest(RequestListener):
         self.is_streamed, self.priority, self.affinity = streams, priority, affinity
         self.form_field = "structured_outputs"
         """The field in which the request asks for structured output: error messages name it."""
+        self.then: Callable[[Sequence[RequestStream]], Sequence[Prompt]] | None = None
+        """Makes of the results of `prompts` the prompts that run after them and are answered, with the same parameters:
+        called once. Raises ApiError."""
         self.selection: OutputSelection | None = None
         """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
         # While it runs:
@@ -122,12 +127,15 @@ class PreparedRequest(RequestListener):
         """Done at the first output, or at the end."""
         self.ended: asyncio.Future[None]
         self._num_running = 0
+        self._pool: EnginePool | None = None
+        self._next: Callable[[Sequence[RequestStream]], Sequence[Prompt]] | None = None
         self._search: asyncio.Task[list[RequestStream]] | None = None
 
     async def submit(self, pool: EnginePool, pages: Pages) -> None:
         """Submits the prompts in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
         loop = asyncio.get_running_loop()
         self.error, self.streams = None, []
+        self._next = self.then
         self.news, self.ended = loop.create_future(), loop.create_future()
         client = self.engine.client
         if client is None:  # it has gone since the request was prepared
@@ -145,11 +153,9 @@ class PreparedRequest(RequestListener):
                 raise as_api_error(error, index, count) from error
             await pace.step()
         self._num_running = count
+        self._pool = pool
         for request in requests:
-            if request.name in pool:  # two clients may choose the same id; each gets its response under it
-                request = msgspec.structs.replace(request, name=f"{request.name}-{uuid.uuid4().hex}")
-            stream = pool.submit(with_trace(request), self, model=self.engine.names[0], affinity=self.affinity)
-            self.streams.append(stream)
+            self._submit(request, pool)
             await pace.step()
 
     def abort(self) -> None:
@@ -176,12 +182,37 @@ class PreparedRequest(RequestListener):
         try:
             if stream.error is not None and self.error is None:
                 self._fail(self._named(stream.error))
+            elif self._num_running == 0 and self.error is None and self._pool is not None:
+                self._go_on(self._pool)
+        except HeadraceError as error:
+            self._fail(error)
         except BaseException as error:  # the HTTP request must end too
             let_interrupts_pass(error)
             logger.exception("the end of a request could not be handled")
             self._fail(HeadraceError(f"the end of the request could not be handled: {type(error).__name__}: {error}"))
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
             self.ended.set_result(None)
+
+    def _go_on(self, pool: EnginePool) -> None:
+        """Submits what comes after the prompts that have ended, if anything does."""
+        if self._next is None or self.engine.client is None:
+            return
+        (params, *_), make, self._next = self.params, self._next, None
+        prompts, count = make(self.streams), len(self.streams)
+        self.streams = []
+        checked = [
+            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority)
+            for index, prompt in enumerate(prompts)
+        ]
+        self._num_running = len(checked)
+        for request in checked:
+            self._submit(request, pool)
+
+    def _submit(self, request: CheckedRequest, pool: EnginePool) -> None:
+        if request.name in pool:  # two clients may choose the same id; each gets its response under it
+            request = msgspec.structs.replace(request, name=f"{request.name}-{uuid.uuid4().hex}")
+        stream = pool.submit(with_trace(request), self, model=self.engine.names[0], affinity=self.affinity)
+        self.streams.append(stream)
 
     def _fail(self, error: HeadraceError) -> None:
         self.error = error
@@ -324,7 +355,7 @@ class Generator:
                 if prepared.is_streamed:
                     await self._stream(prepared, exchange, gone, deadline_s)
                 else:
-                    await send_pieces(exchange.send, await self._whole(prepared))
+                    await send_pieces(exchange.send, await self._whole(prepared), prepared.answer.headers)
 
     async def _stream(
         self,
@@ -367,7 +398,7 @@ class Generator:
 def _num_told(stream: RequestStream) -> int:
     """How many tokens an answer reports, top log-probabilities included, or values of vectors."""
     if isinstance(stream, PoolingStream):
-        return len(stream.vectors or ())
+        return sum(len(part.values) for part in stream.parts)
     params = stream.params
     num_outputs = sum(len(sequence.token_ids) for sequence in stream.sequences) * (1 + max(params.logprobs or 0, 0))
     return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))

@@ -31,10 +31,8 @@ def document(
     keys = keys or Keys()
     # Of one path and method, a document has one route.
     routes = [route for route in routes if route.header is None and route.is_documented]
-    structs = {each for route in routes for each in (route.request, route.response, route.events) if each is not None}
-    _, components = msgspec.json.schema_components(
-        [*sorted(structs, key=lambda each: each.__name__), ErrorResponse], ref_template=_REF
-    )
+    kinds = {each for route in routes for each in (route.request, route.response, route.events) if each is not None}
+    _, components = msgspec.json.schema_components([*sorted(kinds, key=str), ErrorResponse], ref_template=_REF)
     for body in bodies:
         if body.kind.__name__ not in components:
             continue
@@ -103,8 +101,9 @@ def _content(route: RouteSpec) -> dict[str, Any]:
     return content
 
 
-def _ref(struct: Any) -> dict[str, str]:
-    return {"$ref": _REF.format(name=struct.__name__)}
+def _ref(kind: Any) -> dict[str, Any]:
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REF)
+    return schema
 
 
 def _without_titles(schema: Any) -> Any:
@@ -176,6 +175,8 @@ def _table(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
     """An HTML table of the fields of a schema, or of a reference to one."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
+    if "properties" not in schema:  # a list
+        return f"<p>{html.escape(_type(schema))}</p>"
     rows = [
         f"<tr><td><code>{html.escape(name)}</code>{' *' if name in schema.get('required', ()) else ''}"
         f"<td>{html.escape(_type(field))}<td>{html.escape(field.get('description', ''))}"

@@ -38,7 +38,7 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     query: Any = None
     """The struct of the query parameters."""
     response: Any = None
-    """The struct of the JSON response; None if the response is not JSON."""
+    """The type of the JSON response; None if the response is not JSON."""
     events: Any = None
     """The struct of a stream's events, if they are JSON."""
     header: bytes | None = None

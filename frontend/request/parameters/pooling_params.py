@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import typing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,19 +11,17 @@ import msgspec
 from headrace.frontend.request.parameters.sampling_fields import ParamsStruct, plain_integer
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, UnknownFieldError, nearest
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Pool, Pooling
+from headrace.ipc.messages import Pool, Pooling, PoolKind
 
 RETIRED = ("normalize", "softmax", "activation")
 """Former names of use_activation."""
-KINDS = ("embed", "classify", "token_embed", "token_classify")
+KINDS: tuple[str, ...] = typing.get_args(PoolKind)
 REMOVED_TASKS = {
     "score": "`score` task was removed; use `classify` instead.",
     "encode": "`encode` task was removed; use `token_embed` or `token_classify` instead.",
 }
 NOT_SUPPORTED = {
-    "step_tag_id": "it is of process reward models",
-    "returned_token_ids": "it is of process reward models",
-    "late_interaction_params": "scores of late interaction are not computed yet",
+    "late_interaction_params": "LLM.score and POST /score compare tokens' vectors by themselves",
     "extra_kwargs": "there are no plugins of pooling that read it",
 }
 
@@ -52,9 +51,11 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
     dimensions: int | None = None
     """To how many of its first values an embedding is cut, before it is scaled."""
     step_tag_id: int | None = None
+    """Of token_classify: only the values of this token are returned, with which a step of reasoning ends."""
     returned_token_ids: list[int] | None = None
+    """Of token_classify: which of each token's values are returned."""
     task: str | None = None
-    """embed; set by the method that is called."""
+    """Set by the method that is called. Several, joined by `&`, are computed at once."""
     requires_token_ids: bool = False
     skip_reading_prefix_cache: bool | None = None
     """Compute the whole prompt; its blocks are still cached for other requests."""
@@ -63,6 +64,9 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     truncate_prompt_tokens: int | None = None
     """Most tokens of the prompt to keep; -1 means max_model_len."""
+    prompt_name: str | None = None
+    """Name of a text of the model's folder that is put before a prompt that is a text; None: the folder's default.
+    Models whose tokens are compared (ColBERT) have "query" and "document", which is the default."""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -80,15 +84,18 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
         supported."""
         if self.task in REMOVED_TASKS:
             raise InvalidRequestError(REMOVED_TASKS[self.task])
-        if self.task is not None and self.task not in KINDS:
-            raise InvalidRequestError(f"PoolingParams.task is {self.task!r}; known: {', '.join(KINDS)}")
+        kinds = () if self.task is None else tuple(str(self.task).split("&"))
+        if not set(kinds) <= set(KINDS) or len(set(kinds)) < len(kinds):
+            raise InvalidRequestError(
+                f"PoolingParams.task is {self.task!r:.100}; known: {', '.join(KINDS)}, or several of them joined by &"
+            )
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise InvalidRequestError(f"For pooling output_kind has to be FINAL_ONLY, got {self.output_kind!r}")
         for name in ("use_activation", "skip_reading_prefix_cache"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise InvalidRequestError(f"PoolingParams.{name} must be true or false, not {value!r:.100}")
-        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1), ("step_tag_id", 0)):
             value = getattr(self, name)
             plain = None if value is None else plain_integer(value)
             if value is not None and (plain is None or not least <= plain < 2**31):
@@ -96,29 +103,64 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
                     f"PoolingParams.{name} must be an integer of at least {least}, not {value!r:.100}"
                 )
             setattr(self, name, plain)
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise InvalidRequestError(f"PoolingParams.prompt_name must be a text, not {self.prompt_name!r:.100}")
+        if (ids := self.returned_token_ids) is not None:
+            numbers = [plain_integer(each) for each in ids] if isinstance(ids, list) else [None]
+            if not numbers or not all(each is not None and 0 <= each < 2**31 for each in numbers):
+                raise InvalidRequestError(
+                    f"PoolingParams.returned_token_ids must be a list of integers of at least 0, not {ids!r:.100}"
+                )
         for name, why in NOT_SUPPORTED.items():
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"PoolingParams.{name} is not supported by this version: {why}; leave it out")
 
     def to_wire(self, pooling: Pooling, model: str) -> Pool:
         """The task for an engine of this model. Raises InvalidRequestError for what the model cannot do."""
-        kind: Any = self.task or pooling.kinds[0]
-        if kind not in pooling.kinds:
-            group, name = ("Embedding", "embed") if kind in ("embed", "token_embed") else ("Classification", "classify")
+        kinds: tuple[Any, ...] = tuple((self.task or pooling.kinds[0]).split("&"))
+        for kind in kinds:
+            if kind in pooling.kinds:
+                continue
+            group, name = ("Embedding", "embed") if "embed" in kind else ("Classification", "classify")
             raise InvalidRequestError(
                 f"{group} API ({kind}) is not supported by this model. Supported tasks: {', '.join(pooling.kinds)}. "
                 f"Try converting the model using `--convert {name}`."
             )
-        if self.dimensions is not None and "embed" not in kind:
-            raise InvalidRequestError(f"PoolingParams.dimensions cuts embeddings, and the task is {kind}; leave it out")
+        if self.dimensions is not None and not {"embed", "token_embed"} & set(kinds):
+            raise InvalidRequestError(
+                f"PoolingParams.dimensions cuts embeddings, and the task is {self.task or kinds[0]}; leave it out"
+            )
         if self.dimensions is not None:
             self._check_dimensions(self.dimensions, pooling, model)
+        steps, columns = self._steps(kinds, pooling)
         return Pool(
-            kind=kind,
+            kinds=kinds,
             dimensions=self.dimensions if self.dimensions is not None else pooling.default_dimensions,
             activate=pooling.activate if self.use_activation is None else self.use_activation,
             skip_reading_prefix_cache=bool(self.skip_reading_prefix_cache),
+            steps_end_at=steps,
+            columns=columns,
         )
+
+    def _steps(self, kinds: tuple[str, ...], pooling: Pooling) -> tuple[int | None, tuple[int, ...]]:
+        """Of process rewards: the token at which steps end, and the values that are returned. Raises
+        InvalidRequestError."""
+        given = [name for name in ("step_tag_id", "returned_token_ids") if getattr(self, name) is not None]
+        if kinds != ("token_classify",):
+            if given:
+                raise InvalidRequestError(
+                    f"PoolingParams.{given[0]} is of process rewards (token_classify), and the task is "
+                    f"{self.task or kinds[0]}; leave it out"
+                )
+            return None, ()
+        columns = pooling.returned_token_ids if self.returned_token_ids is None else tuple(self.returned_token_ids)
+        outside = next((each for each in columns if each >= pooling.width), None)
+        if outside is not None:
+            raise InvalidRequestError(
+                f"PoolingParams.returned_token_ids has {outside}; each token has {pooling.width} values, 0 to "
+                f"{pooling.width - 1}"
+            )
+        return pooling.step_tag_id if self.step_tag_id is None else self.step_tag_id, columns
 
     @staticmethod
     def _check_dimensions(asked: int, pooling: Pooling, model: str) -> None:

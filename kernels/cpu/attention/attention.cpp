@@ -85,7 +85,9 @@ class Division {
       const int past = step_.seq_lens[seq] - (end - first);
       for (int row = first; row < end; row += shape_.tokens_per_item) {
         Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0, 0};
-        item.end_key = end_visible(item.first_position + item.tokens - 1, step_.seq_lens[seq], args_);
+        // At least one key, although none of these tokens may see any (see `key_lens`).
+        item.end_key = std::max(end_visible(item.first_position + item.tokens - 1, num_keys_of(step_, seq), args_),
+                                first_visible(item.first_position, args_.window) + 1);
         item.first_tile = first_visible(item.first_position, args_.window) / kTileKeys;
         item.end_tile = (item.end_key - 1) / kTileKeys + 1;
         if (all || is_wanted(item)) visit(item);

@@ -35,6 +35,11 @@ inline Shape shape_of(const AttentionArgs& args) {
 
 inline int first_visible(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
 
+// The tokens of a sequence that others attend to.
+inline int num_keys_of(const Step& step, int64_t seq) {
+  return step.key_lens == nullptr ? step.seq_lens[seq] : step.key_lens[seq];
+}
+
 // One more than the last position that the token at `position` sees in a context of `length` tokens.
 inline int end_visible(int position, int length, const AttentionArgs& args) {
   if (args.both_sides == 0) return position + 1;
@@ -218,7 +223,7 @@ class Worker {
   // Computes every row's softmax over the tile at places_, merged into the item's output if `joined`, else left in
   // tile_states and tile_output.
   void compute_tile(const Item& item, bool joined) {
-    const int rows = item.tokens * shape_.group, padded = shape_.padded, length = step_.seq_lens[item.seq];
+    const int rows = item.tokens * shape_.group, padded = shape_.padded, length = num_keys_of(step_, item.seq);
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
                   scratch_.scores, fetch_);
 
@@ -400,7 +405,7 @@ class Worker {
   // The factor that normalises an output row: 1 / (sum of weights, with that of the sink if there is one).
   float share_of(int row, int head) const {
     const float sum = scratch_.states.sums[row];
-    if (args_.sinks == nullptr) return 1.0f / sum;
+    if (args_.sinks == nullptr) return sum > 0.0f ? 1.0f / sum : 0.0f;
     // Scores are in base 2. Both terms are divided by the larger of them, so that neither overflows.
     const float beyond = args_.sinks[head] * kLog2E - scratch_.states.largest[row];
     const float less = std::exp2(-std::fabs(beyond));

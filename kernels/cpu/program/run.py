@@ -56,6 +56,7 @@ class StepBuffers:
         self.slot_mapping = np.zeros((num_groups, max_tokens), np.int64)
         self.query_start = np.zeros(max_seqs + 1, np.int32)
         self.seq_lens = np.zeros(max_seqs, np.int32)
+        self.key_lens = np.zeros(max_seqs, np.int32)
         self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
         self.logits_rows = np.zeros(max_logits, np.int32)
         self.step = Step(
@@ -81,6 +82,12 @@ class StepBuffers:
         for args, paired in zip(self._adapters, self._paired, strict=True):
             if paired is not None:
                 paired.put(args)
+
+    def take_key_lens(self, key_lens: np.ndarray | None) -> None:
+        """key_lens: [num_seqs]; None: tokens attend to all of their sequence."""
+        if key_lens is not None:
+            self.key_lens[: len(key_lens)] = key_lens
+        self.step.key_lens = None if key_lens is None else self.key_lens.ctypes.data
 
     def take_states(self, arrays: Mapping[str, np.ndarray]) -> None:
         """The step's states: arrays by field of `StateStepC`, int32, which are kept and read in place."""

@@ -54,6 +54,7 @@ struct Step {
   const int64_t* slot_mapping;  // [num_tokens] cache slot of each token; negative: do not write
   const int32_t* query_start;   // [num_seqs + 1] first row of each sequence
   const int32_t* seq_lens;      // [num_seqs] tokens of context, including those of the step
+  const int32_t* key_lens;      // [num_seqs] how many of these all tokens attend to, if to both sides; null: all
   const int32_t* block_table;   // [num_seqs, block_table_stride]
   int64_t block_table_stride;
   const int32_t* logits_rows;  // [num_logits] row of the hidden states of each row of logits

@@ -46,6 +46,7 @@ class Step(ctypes.Structure):
         ("slot_mapping", ctypes.c_void_p),
         ("query_start", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
+        ("key_lens", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("block_table_stride", ctypes.c_int64),
         ("logits_rows", ctypes.c_void_p),

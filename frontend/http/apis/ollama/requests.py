@@ -166,6 +166,16 @@ def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
     return fields
 
 
+def options_without_effect(options: dict[str, Any] | None, engine: Engine) -> None:
+    """Checks the options of a request that samples nothing, of which num_ctx may name the context alone. Raises
+    ApiError."""
+    for name, value in (options or {}).items():
+        if name == "num_ctx":
+            _sampling({name: value}, engine)
+        elif value is not None and name not in _OF_LOADING and name not in _NEUTRAL:
+            raise bad_field(f"options.{name[:80]}", f"options.{name[:80]} is of texts that are generated; leave it out")
+
+
 def _penalty_in(options: Mapping[str, Any]) -> str | None:
     """The name of a penalty that is set to have an effect, if any."""
     return next((name for name, (_, nothing) in _PENALTIES.items() if options.get(name, nothing) != nothing), None)

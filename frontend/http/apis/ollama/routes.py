@@ -1,7 +1,7 @@
-"""The part of Ollama's API that this server can serve: /api/chat, generate, tags, show, ps and version.
+"""The part of Ollama's API that this server can serve: /api/chat, generate, embed, tags, show, ps and version.
 
-A request is converted to a chat completion, or with `raw` to a completion (`ollama_requests.py`), and runs as one. The
-answer is one JSON object, or lines of JSON objects, of which the last has the counts:
+A request that generates is converted to a chat completion, or with `raw` to a completion (`requests.py`), and runs as
+one. The answer is one JSON object, or lines of JSON objects, of which the last has the counts:
 
     {"message": {"content": "Yes"}, "done": false} ... {"message": {"content": ""}, "done": true, "eval_count": 7}
 """
@@ -18,6 +18,15 @@ import msgspec
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import call_input
+from headrace.frontend.http.apis.ollama.embeddings import (
+    EMBED_NEUTRAL,
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+    prepare_embed,
+    prepare_embeddings,
+)
 from headrace.frontend.http.apis.ollama.requests import (
     NOT_SUPPORTED,
     OWN_NAMES,
@@ -36,6 +45,7 @@ from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprob
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.apis.pooling.pooled import Caller
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
@@ -352,11 +362,31 @@ def _prepare(
     return prepared
 
 
-async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | OllamaLine) -> None:
-    if isinstance(prepared, OllamaLine):
-        await exchange.answer(prepared)
-    else:
+async def embed(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaEmbedResponse:
+        request = state.decoder.decode(body, OllamaEmbedRequest)
+        return prepare_embed(request, _engine(state, request.model), state.options, _caller(exchange))
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+async def embeddings(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaEmbeddingsResponse:
+        request = state.decoder.decode(body, OllamaEmbeddingsRequest)
+        return prepare_embeddings(request, _engine(state, request.model), state.options, _caller(exchange))
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+def _caller(exchange: Exchange) -> Caller:
+    return Caller(f"ollama-{exchange.request_id(None)}", exchange.tenant)
+
+
+async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | msgspec.Struct) -> None:
+    if isinstance(prepared, PreparedRequest):
         await state.generator.answer(prepared, exchange)
+    else:
+        await exchange.answer(prepared)
 
 
 async def tags(state: ServerState, exchange: Exchange) -> None:
@@ -406,14 +436,18 @@ async def show(state: ServerState, exchange: Exchange) -> None:
 def _capabilities(state: ServerState, engine: Engine) -> list[str]:
     """What the model can do: tools and thinking only if this server parses its output for them."""
     assert engine.client is not None
-    tokenizer = engine.client.tokenizer
+    tokenizer, welcome = engine.client.tokenizer, engine.client.welcome
+    embeds = welcome.pooling is not None and "embed" in welcome.pooling.kinds
+    if not welcome.generates:
+        return ["embedding"] if embeds else []
     template = None if tokenizer is None else state.of(ChatParts).prompts.template(tokenizer, tools=[_ANY_TOOL])
     if template is None:
-        return ["completion"]
+        return ["completion", *(["embedding"] if embeds else [])]
     formats = state.of(ChatParts).formats.of(RenderedChat("", template), ToolChoice([_ANY_TOOL]))
     reads = {
         "tools": formats.calls is not None or formats.reads_channels_calls,
         "thinking": formats.reading is not None or formats.channels is not None,
+        "embedding": embeds,
     }
     return ["completion", *(name for name, is_read in reads.items() if is_read)]
 
@@ -460,6 +494,26 @@ ROUTES: tuple[RouteSpec, ...] = (
         **_OWN,
         access=Access.CLIENT,
     ),
+    post(
+        "/api/embed",
+        embed,
+        "Ollama's API: compute the embedding vectors of texts",
+        OllamaEmbedRequest,
+        OllamaEmbedResponse,
+        GENERATION,
+        **_OWN,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/api/embeddings",
+        embeddings,
+        "Ollama's API: compute the embedding vector of a text",
+        OllamaEmbeddingsRequest,
+        OllamaEmbeddingsResponse,
+        GENERATION,
+        **_OWN,
+        access=Access.CLIENT,
+    ),
     get("/api/tags", tags, "Ollama's API: list the served models", OllamaModels, **_LISTED, access=Access.CLIENT),
     get(
         "/api/ps",
@@ -480,7 +534,6 @@ ROUTES: tuple[RouteSpec, ...] = (
     get("/", root, "Ollama's API: a text that says that the server runs", access=Access.PUBLIC),
 )
 _HINT = "Ollama's requests have options"
-_EMBEDDINGS = "POST /v1/embeddings computes embeddings, in OpenAI's form"
 _OF_MODELS = ("pull", "push", "create", "copy", "delete", "blobs")
 """Routes by which Ollama downloads and manages models."""
 API = Api(
@@ -494,11 +547,20 @@ API = Api(
             foreign="refused",
             hint=_HINT,
         ),
+        *(
+            Body(
+                kind=kind,
+                called="Ollama's embeddings",
+                lacks={**NOT_SUPPORTED, **EMBED_NEUTRAL},
+                foreign="refused",
+                hint=_HINT,
+            )
+            for kind in (OllamaEmbedRequest, OllamaEmbeddingsRequest)
+        ),
     ),
     error_bodies={"/api/": error_body},
     not_served={
-        **dict.fromkeys(("/api/embed", "/api/embeddings"), _EMBEDDINGS),
         **dict.fromkeys((f"/api/{name}" for name in _OF_MODELS), "the served model is chosen when the server starts"),
-        "/api": "of Ollama's API, chat, generate, show, tags, ps and version are served",
+        "/api": "of Ollama's API, chat, generate, embed, show, tags, ps and version are served",
     },
 )

@@ -1,10 +1,10 @@
-"""POST /v1/embeddings: OpenAI's API, with vLLM's fields."""
+"""POST /v1/embeddings (OpenAI's API, with vLLM's fields) and POST /pooling (vLLM's): vectors in several encodings."""
 
 from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,35 +12,60 @@ from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, tokenize_texts
+from headrace.frontend.http.apis.openai.prompts import cache_salt
+from headrace.frontend.http.apis.pooling.pooled import (
+    Caller,
+    How,
+    Input,
+    Model,
+    PooledAnswer,
+    PoolingUsage,
+    Priority,
+    PromptName,
+    RequestId,
+    Salt,
+    Side,
+    SpecialTokens,
+    Truncation,
+    User,
+    Write,
+    check_count,
+    checked_params,
+    items_of,
+    names_of,
+    pooling_of,
+    prompts_of,
+    ready,
+)
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
-from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
-from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.checks import TooLongError, check_length, check_token_ids
+from headrace.frontend.http.server.errors import bad_field
+from headrace.frontend.http.server.exchange import Headers
+from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool
-from headrace.frontend.request.prompts import Prompt, Tokenization, packed
-from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.frontend.request.pooling_outputs import PoolingOutput
+from headrace.frontend.request.pooling_prompts import prompt_of_type
+from headrace.frontend.request.vector_encodings import Endianness, NumberType, as_bytes
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Welcome
-
-_OF_PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
-"""Fields that PoolingParams checks."""
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/embeddings"""
+class EncodedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of /v1/embeddings and /pooling."""
 
-    model: Annotated[str | None, Meta(description="A served model, see GET /v1/models; default: the first of them")] = (
-        None
-    )
-    input: Annotated[
-        str | list[str | int | list[int]],
-        Meta(description="A text, a list of texts, a list of token ids, or a list of such lists"),
-    ]
+    model: Model = None
+    input: Input
     encoding_format: Annotated[
-        Literal["float", "base64"] | None, Meta(description="base64: little-endian float32; default: float")
+        Literal["float", "base64", "bytes", "bytes_only"] | None,
+        Meta(
+            description="base64: the bytes of embed_dtype; bytes: a body of bytes alone, whose header metadata has the "
+            "rest as JSON; bytes_only: without that header; default: float"
+        ),
+    ] = None
+    embed_dtype: Annotated[
+        NumberType | None, Meta(description="Type of the numbers in base64 and bytes; default: float32")
+    ] = None
+    endianness: Annotated[
+        Endianness | None, Meta(description="Order of the bytes in base64 and bytes; default: little-endian")
     ] = None
     dimensions: Annotated[
         int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
@@ -48,39 +73,54 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     use_activation: Annotated[
         bool | None, Meta(description="Scale vectors to length 1; default: the model's own setting")
     ] = None
-    truncate_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=-1)] | None,
-        Meta(description="Maximum number of tokens of a text to keep; -1: as many as the model takes"),
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: Side = None
+    add_special_tokens: SpecialTokens = None
+    prompt_name: PromptName = None
+    input_type: Annotated[
+        str | None, Meta(description="As Cohere's: search_query, search_document, ...; or the name of a prompt")
     ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None,
-        Meta(description="Side on which tokens are removed: left or right; default: right"),
-    ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to texts; default: true")] = None
-    priority: Annotated[
-        int | None, Meta(description="Scheduling priority, lower values first; needs --scheduling-policy priority")
-    ] = None
-    cache_salt: Annotated[
-        str | None, Meta(description="Cached prefixes are shared only among requests with the same salt")
-    ] = None
-    request_id: Annotated[str | None, Meta(description="Id of the request; also the header X-Request-Id")] = None
-    user: Annotated[str | None, Meta(description="Accepted without effect")] = None
+    priority: Priority = None
+    cache_salt: Salt = None
+    request_id: RequestId = None
+    user: User = None
 
 
-_LATER = "not supported yet"
+class EmbeddingRequest(EncodedRequest):
+    """POST /v1/embeddings"""
+
+
+class PoolingRequest(EncodedRequest):
+    """POST /pooling"""
+
+    task: Annotated[
+        str | None,
+        Meta(
+            description="embed, token_embed, embed_sparse, classify or token_classify, or several joined by &; "
+            "default: the model's first"
+        ),
+    ] = None
+    step_tag_id: Annotated[
+        int | None, Meta(description="Of token_classify: only the values of this token are returned")
+    ] = None
+    returned_token_ids: Annotated[
+        list[int] | None, Meta(description="Of token_classify: which of a token's values are returned")
+    ] = None
+
+
 EMBEDDING_NEUTRAL: Mapping[str, Neutral] = {
     "messages": Neutral("conversations are not embedded: POST /tokenize gives a conversation's tokens for input", ()),
-    "embed_dtype": Neutral(f"{_LATER}: values are float32", ("float32",)),
-    "endianness": Neutral(f"{_LATER}: values are little-endian", ("native", "little")),
     "padding": Neutral("nothing is padded", ("do_not_pad",)),
     "mm_processor_kwargs": Neutral("models read text alone", ({},)),
     "normalize": Neutral("the former name of use_activation", ()),
-    "input_type": Neutral(f"prompts by name are {_LATER}: put the instruction before the text", ()),
-    "prompt_name": Neutral(f"prompts by name are {_LATER}: put the instruction before the text", ()),
     "stream": Neutral("vectors are answered whole", (False,)),
     "metadata": Neutral("nothing depends on it", (ANY,), is_harmless=True),
 }
 """Fields of OpenAI's and vLLM's APIs that these requests lack."""
+POOLING_NEUTRAL: Mapping[str, Neutral] = {
+    **EMBEDDING_NEUTRAL,
+    "data": Neutral("there are no plugins that read it: give input", ()),
+}
 
 
 class EmbeddingItem(msgspec.Struct):
@@ -89,129 +129,180 @@ class EmbeddingItem(msgspec.Struct):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingResponse(msgspec.Struct):
     id: str
     object: str
     created: int
     model: str
     data: list[EmbeddingItem]
-    usage: EmbeddingUsage
+    usage: PoolingUsage
+
+
+class SparseValue(msgspec.Struct):
+    index: int
+    value: float
+
+
+class PoolingItem(msgspec.Struct):
+    index: int
+    object: str
+    data: Any
+    """Numbers, a list of them for each token, or base64; pairs of a sparse vector; by task if there are several."""
+
+
+class PoolingResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[PoolingItem]
+    usage: PoolingUsage
+
+
+class EncodedItem(msgspec.Struct):
+    """What the header `metadata` says of a vector in a body of bytes."""
+
+    index: int
+    object: str
+    start: int
+    end: int
+    """Its bytes are body[start:end]."""
+    shape: list[int]
+    embed_dtype: str
+    endianness: str
+
+
+class EncodedMetadata(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[EncodedItem]
+    usage: PoolingUsage
 
 
 def prepare_embedding(
     request: EmbeddingRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
-    client, model = engine.client, request.model or engine.names[0]
-    welcome = client.welcome
-    if welcome.pooling is None:
-        raise ApiError(404, f"the model {model!r:.200} makes no embeddings: {NOT_POOLING}", code="not_found")
+    id, model = f"embd-{name}", request.model or engine.names[0]
+
+    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> EmbeddingResponse:
+        items = [
+            EmbeddingItem(index, "embedding", _told(stream.parts[0], request)) for index, stream in enumerate(streams)
+        ]
+        return EmbeddingResponse(id, "list", int(time.time()), model, items, usage)
+
+    return _prepared(
+        request, "embed", engine, options, Caller(id, cache_salt(request, tenant), request.priority), write
+    )
+
+
+def prepare_pooling(
+    request: PoolingRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+) -> PreparedRequest:
+    """As `prepare_embedding`."""
+    id, model = f"pool-{name}", request.model or engine.names[0]
+
+    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> PoolingResponse:
+        items = []
+        for index, stream in enumerate(streams):
+            told = {
+                kind: pairs_of(part) if kind == "embed_sparse" else _told(part, request)
+                for kind, part in zip(stream.kinds, stream.parts, strict=True)
+            }
+            items.append(PoolingItem(index, "pooling", told if len(told) > 1 else next(iter(told.values()))))
+        return PoolingResponse(id, "list", int(time.time()), model, items, usage)
+
+    caller = Caller(id, cache_salt(request, tenant), request.priority)
+    return _prepared(request, request.task, engine, options, caller, write)
+
+
+def _prepared(
+    request: EmbeddingRequest | PoolingRequest,
+    task: str | None,
+    engine: Engine,
+    options: ServeOptions,
+    caller: Caller,
+    write: Write,
+) -> PreparedRequest:
+    model = request.model or engine.names[0]
+    welcome, pooling = pooling_of(engine, model, "embeddings")
+
     try:
-        params = PoolingParams(
-            task="embed",
+        named = prompt_of_type(request.input_type, welcome) if request.prompt_name is None else request.prompt_name
+    except InvalidRequestError as error:
+        raise bad_field("input_type", str(error)) from error
+
+    def make() -> PoolingParams:
+        return PoolingParams(
+            task=task or pooling.kinds[0],
             dimensions=request.dimensions,
             use_activation=request.use_activation,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
+            step_tag_id=getattr(request, "step_tag_id", None),
+            returned_token_ids=getattr(request, "returned_token_ids", None),
+            prompt_name=named,
         )
-        params.to_wire(welcome.pooling, model)
-    except InvalidRequestError as error:
-        named = next((name for name in _OF_PARAMS if name in str(error)), "model")
-        raise bad_field(named, str(error).removeprefix("PoolingParams.")) from error
-    prompts = _prompts(request, params, client.tokenizer, options, welcome)
-    salt, id = cache_salt(request, tenant), f"embd-{name}"
-    for index, prompt in enumerate(prompts):
-        prompt.cache_salt = salt
-        check_prompt(prompt, params, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
-    answer = EmbeddingAnswer(id, model, in_base64=request.encoding_format == "base64")
-    return PreparedRequest(engine, id, prompts, [params] * len(prompts), answer, priority=request.priority or 0)
 
-
-def _prompts(
-    request: EmbeddingRequest,
-    params: PoolingParams,
-    tokenizer: Tokenizer | None,
-    options: ServeOptions,
-    welcome: Welcome,
-) -> list[Prompt]:
+    params = checked_params(make, pooling, model)
+    if request.encoding_format in ("bytes", "bytes_only") and "&" in (params.task or ""):
+        raise bad_field("encoding_format", "bytes are of one task; ask for float or base64 of several")
     items = items_of(request.input)
     request.input = ""  # frees it: it may be large, and is not read again
-    if len(items) > options.max_prompts:
-        raise bad_field("input", f"{len(items)} inputs; this server takes at most {options.max_prompts} at once")
-    how = Tokenization(truncation_side=request.truncation_side)
-    if not isinstance(items[0], str):
-        prompts = [Prompt(token_ids=packed(each)) for each in items]
-        cut_to_pool(prompts, [params] * len(prompts), tokenizer, how, welcome)
-        return prompts
-    texts = [as_pooled(each, welcome, "embed") for each in items]
-    most = welcome.max_model_len * (1 if request.truncate_prompt_tokens is None else MOST_TRUNCATED)
-    special = request.add_special_tokens is not False
-    encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=most, param="input")
-    prompts = [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
-    cut_to_pool(prompts, [params] * len(prompts), tokenizer, how, welcome)
-    return prompts
+    check_count("input", items, options)
+    how = How(request.truncation_side, special=request.add_special_tokens is not False)
+    prompts = prompts_of(items, params, engine, how)
+    answer = PooledAnswer(write)
+    if request.encoding_format in ("bytes", "bytes_only"):
+        answer = BytesAnswer(request, caller.id, model, with_metadata=request.encoding_format == "bytes")
+    return ready(engine, prompts, names_of("input", len(prompts)), params, caller, answer)
 
 
-def items_of(given: Any) -> list[Any]:
-    """A list of texts or of lists of token ids."""
-    if isinstance(given, str):
-        given = [given]
-    if not given:
-        raise bad_field("input", "input is an empty list: give a text, token ids, or a list of either")
-    if isinstance(given[0], int):
-        given = [given]
-    kind = str if isinstance(given[0], str) else list
-    for index, item in enumerate(given):
-        if not isinstance(item, kind):
-            raise bad_field(f"input[{index}]", "a list of inputs holds either texts or lists of token ids")
-        if kind is list and not all(isinstance(each, int) for each in item):
-            raise bad_field(f"input[{index}]", "a list of token ids holds integers alone")
-        if not item:
-            raise bad_field(
-                f"input[{index}]" if len(given) > 1 else "input", "an input is empty; give at least one token"
-            )
-    found: list[Any] = given
-    return found
+def _told(part: PoolingOutput, request: EncodedRequest) -> Any:
+    if request.encoding_format != "base64":
+        return part.tolist()
+    return base64.b64encode(_encoded(part, request)).decode()
 
 
-def check_prompt(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
-    """Raises ApiError for a tokenised prompt that the engine cannot take."""
-    if params.truncate_prompt_tokens == 0:
-        raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
-    try:
-        check_length(prompt, welcome, answer=0)
-        check_token_ids(prompt, welcome)
-    except TooLongError as error:
-        raise ContextLengthError(
-            f"your {param} resulted in {error.num_prompt} tokens",
-            param=param,
-            num_prompt=error.num_prompt,
-            limit=error.limit,
-            remedy=", or give truncate_prompt_tokens: -1",
-        ) from error
-    except InvalidRequestError as error:
-        raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
+def _encoded(part: PoolingOutput, request: EncodedRequest) -> bytes | memoryview:
+    kind, endianness = request.embed_dtype or "float32", request.endianness or "little"
+    return as_bytes(part.values, kind, endianness)
 
 
-class EmbeddingAnswer(Answer):
-    """Writes the response. It is never streamed."""
+def pairs_of(part: PoolingOutput) -> list[SparseValue]:
+    """A sparse vector's token ids and weights."""
+    flat: list[Any] = part.values.tolist()
+    return [SparseValue(int(flat[at]), flat[at + 1]) for at in range(0, len(flat), 2)]
 
-    def __init__(self, id: str, model: str, *, in_base64: bool) -> None:
-        self._id, self._model, self._in_base64 = id, model, in_base64
 
-    def whole(self) -> list[bytes]:
-        items, num_tokens = list[EmbeddingItem](), 0
-        for index, stream in enumerate(self.streams):
-            assert isinstance(stream, PoolingStream), "its prompts are pooled"
-            assert stream.vectors is not None, "the streams have ended"
-            values: list[Any] = [] if self._in_base64 else stream.vectors.tolist()
-            told = base64.b64encode(stream.vectors).decode() if self._in_base64 else values
-            items.append(EmbeddingItem(index, "embedding", told))
-            num_tokens += len(stream.prompt.token_ids or ())
-        usage, created = EmbeddingUsage(num_tokens, num_tokens), int(time.time())
-        return [msgspec.json.encode(EmbeddingResponse(self._id, "list", created, self._model, items, usage))]
+class BytesAnswer(PooledAnswer):
+    """The vectors' bytes, one after another."""
+
+    def __init__(self, request: EncodedRequest, id: str, model: str, *, with_metadata: bool) -> None:
+        super().__init__(self._bytes, self._headers)
+        self._request, self._id, self._model, self._with_metadata = request, id, model, with_metadata
+
+    def _parts(self) -> list[PoolingOutput]:
+        return [stream.parts[0] for stream in self.streams if isinstance(stream, PoolingStream)]
+
+    def _bytes(self, streams: Sequence[PoolingStream], usage: PoolingUsage) -> bytes:
+        return b"".join(_encoded(part, self._request) for part in self._parts())
+
+    def _headers(self, usage: PoolingUsage) -> Headers:
+        headers = [(b"content-type", b"application/octet-stream")]
+        if not self._with_metadata:
+            return headers
+        kind, endianness = self._request.embed_dtype or "float32", self._request.endianness or "little"
+        items, start = list[EncodedItem](), 0
+        shape: list[int]
+        for index, part in enumerate(self._parts()):
+            end = start + len(part.values) * NUM_BYTES[kind]
+            shape = [len(part.values)] if part.width is None else [len(part.values) // part.width, part.width]
+            items.append(EncodedItem(index, "embedding", start, end, shape, kind, endianness))
+            start = end
+        metadata = EncodedMetadata(self._id, "list", int(time.time()), self._model, items, usage)
+        return [*headers, (b"metadata", msgspec.json.encode(metadata))]
+
+
+NUM_BYTES: Mapping[NumberType, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}

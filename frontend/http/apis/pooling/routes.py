@@ -1,18 +1,22 @@
-"""The routes of models that pool hidden states: embeddings, scores, classes."""
+"""The routes of models that pool hidden states: embeddings, scores, classes. /rerank is also TEI's, by its fields."""
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.embeddings import (
     EMBEDDING_NEUTRAL,
+    POOLING_NEUTRAL,
     EmbeddingRequest,
     EmbeddingResponse,
+    PoolingRequest,
+    PoolingResponse,
     prepare_embedding,
+    prepare_pooling,
 )
+from headrace.frontend.http.apis.pooling.pooled import Caller
 from headrace.frontend.http.apis.pooling.scores import (
     SCORE_NEUTRAL,
     ClassifyRequest,
@@ -25,6 +29,9 @@ from headrace.frontend.http.apis.pooling.scores import (
     prepare_rerank,
     prepare_score,
 )
+from headrace.frontend.http.apis.tei.requests import TeiRerankRequest
+from headrace.frontend.http.apis.tei.requests import prepare_rerank as prepare_tei_rerank
+from headrace.frontend.http.apis.tei.routes import error_body as tei_error_body
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
@@ -41,6 +48,13 @@ async def embeddings(state: ServerState, exchange: Exchange) -> None:
     await state.generate(exchange, lambda body: state.decoder.decode(body, EmbeddingRequest), prepare)
 
 
+async def pooling(state: ServerState, exchange: Exchange) -> None:
+    def prepare(request: PoolingRequest, engine: Engine, name: str) -> PreparedRequest:
+        return prepare_pooling(request, engine, state.options, name, exchange.tenant)
+
+    await state.generate(exchange, lambda body: state.decoder.decode(body, PoolingRequest), prepare)
+
+
 async def score(state: ServerState, exchange: Exchange) -> None:
     def prepare(request: ScoreRequest, engine: Engine, name: str) -> PreparedRequest:
         return prepare_score(request, engine, state.options, name, exchange.tenant)
@@ -49,10 +63,18 @@ async def score(state: ServerState, exchange: Exchange) -> None:
 
 
 async def rerank(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: RerankRequest, engine: Engine, name: str) -> PreparedRequest:
+    def decode(body: bytes) -> RerankRequest | TeiRerankRequest:
+        kinds: dict[str, Any] = {"documents": RerankRequest, "texts": TeiRerankRequest}
+        request = state.decoder.decode_one_of(body, kinds) if b'"texts"' in body else None
+        return state.decoder.decode(body, RerankRequest) if request is None else request
+
+    def prepare(request: RerankRequest | TeiRerankRequest, engine: Engine, name: str) -> PreparedRequest:
+        if isinstance(request, TeiRerankRequest):
+            exchange.error_body = tei_error_body
+            return prepare_tei_rerank(request, engine, state.options, Caller(f"rerank-{name}", exchange.tenant))
         return prepare_rerank(request, engine, state.options, name, exchange.tenant)
 
-    await state.generate(exchange, lambda body: state.decoder.decode(body, RerankRequest), prepare)
+    await state.generate(exchange, decode, prepare)
 
 
 async def classify(state: ServerState, exchange: Exchange) -> None:
@@ -67,7 +89,11 @@ def _post(path: str, handler: Handler, summary: str, request: Any, response: Any
 
 
 ROUTES = (
-    _post("/v1/embeddings", embeddings, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse),
+    *(
+        _post(path, embeddings, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse)
+        for path in ("/v1/embeddings", "/embeddings")
+    ),
+    _post("/pooling", pooling, "Compute vectors, classes or rewards of texts", PoolingRequest, PoolingResponse),
     *(_post(path, score, "Score pairs of texts", ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
     *(
         _post(path, rerank, "Order documents by relevance to a query", RerankRequest, RerankResponse)
@@ -78,14 +104,13 @@ ROUTES = (
         for path in ("/classify", "/v1/classify")
     ),
 )
-_LATER = "not supported yet: POST /v1/embeddings, /score, /rerank and /classify are"
 API = Api(
     routes=ROUTES,
     bodies=(
         Body(kind=EmbeddingRequest, called="embeddings", lacks={**NEUTRAL, **EMBEDDING_NEUTRAL}, foreign="last"),
+        Body(kind=PoolingRequest, called="pooling", lacks={**NEUTRAL, **POOLING_NEUTRAL}, foreign="last"),
         Body(kind=ScoreRequest, called="scores", lacks={**NEUTRAL, **SCORE_NEUTRAL}, foreign="last"),
         Body(kind=RerankRequest, called="rerankings", lacks={**NEUTRAL, **SCORE_NEUTRAL}, foreign="last"),
         Body(kind=ClassifyRequest, called="classes", lacks=NEUTRAL, foreign="last"),
     ),
-    not_served=types.MappingProxyType(dict.fromkeys(("/v2/embed", "/pooling"), _LATER)),
 )

@@ -4,41 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, cache_salt, check_text, tokenize_texts
-from headrace.frontend.http.apis.pooling.embeddings import EmbeddingUsage, check_prompt, items_of
+from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text
+from headrace.frontend.http.apis.pooling.pooled import (
+    Caller,
+    How,
+    Input,
+    Model,
+    PooledAnswer,
+    PoolingUsage,
+    Priority,
+    RequestId,
+    Salt,
+    Side,
+    SpecialTokens,
+    Truncation,
+    User,
+    Write,
+    check_count,
+    checked_params,
+    enough_of,
+    items_of,
+    most_encoded,
+    names_of,
+    pooling_of,
+    prompts_of,
+    ready,
+)
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
-from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.pair_prompts import scoring_task, similarity, tokenize_pairs
+from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.request.pair_prompts import (
+    compare_with,
+    late_prompts,
+    scoring_task,
+    similarity,
+    tokenize_pairs,
+)
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
-from headrace.frontend.request.prompts import Prompt, Tokenization, packed
+from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
+from headrace.frontend.request.prompts import Prompt, Tokenization
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Welcome
+from headrace.ipc.messages import Pooling
 
-Model = Annotated[str | None, Meta(description="A served model, see GET /v1/models; default: the first of them")]
 Activation = Annotated[bool | None, Meta(description="Apply the classifier's activation; default: the model's setting")]
-Truncation = Annotated[
+RawScores = Annotated[bool | None, Meta(description="Other servers' name of use_activation: false")]
+PairTruncation = Annotated[
     Annotated[int, Meta(ge=-1)] | None,
     Meta(description="Maximum number of tokens to keep, of both texts together; -1: as many as the model takes"),
 ]
-Side = Annotated[
-    Literal["left", "right"] | None, Meta(description="Side on which tokens are removed: left or right; default: right")
+Most = Annotated[
+    Annotated[int, Meta(ge=0)] | None,
+    Meta(description="Maximum number of tokens of each such text; 0: all; default: 0"),
 ]
-Priority = Annotated[
-    int | None, Meta(description="Scheduling priority, lower values first; needs --scheduling-policy priority")
-]
-Salt = Annotated[str | None, Meta(description="Cached prefixes are shared only among requests with the same salt")]
-RequestId = Annotated[str | None, Meta(description="Id of the request; also the header X-Request-Id")]
-User = Annotated[str | None, Meta(description="Accepted without effect")]
 Instruction = Annotated[str | None, Meta(description="What relevance means, for rerankers that read an instruction")]
 Document = str | dict[str, Any]
 
@@ -57,8 +83,11 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     data_2: str | list[str] | None = None
     items: str | list[str] | None = None
     instruction: Instruction = None
+    max_tokens_per_query: Most = None
+    max_tokens_per_doc: Most = None
     use_activation: Activation = None
-    truncate_prompt_tokens: Truncation = None
+    raw_scores: RawScores = None
+    truncate_prompt_tokens: PairTruncation = None
     truncation_side: Side = None
     priority: Priority = None
     cache_salt: Salt = None
@@ -77,8 +106,11 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
     return_documents: Annotated[bool | None, Meta(description="Return the documents' texts; default: true")] = None
     instruction: Instruction = None
+    max_tokens_per_query: Most = None
+    max_tokens_per_doc: Most = None
     use_activation: Activation = None
-    truncate_prompt_tokens: Truncation = None
+    raw_scores: RawScores = None
+    truncate_prompt_tokens: PairTruncation = None
     truncation_side: Side = None
     priority: Priority = None
     cache_salt: Salt = None
@@ -90,14 +122,12 @@ class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /classify"""
 
     model: Model = None
-    input: Annotated[
-        str | list[str | int | list[int]],
-        Meta(description="A text, a list of texts, a list of token ids, or a list of such lists"),
-    ]
+    input: Input
     use_activation: Activation = None
+    raw_scores: RawScores = None
     truncate_prompt_tokens: Truncation = None
     truncation_side: Side = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to texts; default: true")] = None
+    add_special_tokens: SpecialTokens = None
     priority: Priority = None
     cache_salt: Salt = None
     request_id: RequestId = None
@@ -105,10 +135,10 @@ class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 SCORE_NEUTRAL: Mapping[str, Neutral] = {
-    "max_tokens_per_query": Neutral("truncate_prompt_tokens limits both texts together", (0,)),
-    "max_tokens_per_doc": Neutral("truncate_prompt_tokens limits both texts together", (0,)),
+    "max_chunks_per_doc": Neutral("documents are read whole", (1,)),
+    "rank_fields": Neutral("documents are texts, or have their text in the field text", (["text"],)),
 }
-"""Fields of vLLM's scores that these requests lack."""
+"""Fields of Cohere's and Jina's rerankings that these requests lack."""
 
 
 class ScoreItem(msgspec.Struct):
@@ -123,7 +153,7 @@ class ScoreResponse(msgspec.Struct):
     created: int
     model: str
     data: list[ScoreItem]
-    usage: EmbeddingUsage
+    usage: PoolingUsage
 
 
 class RerankDocument(msgspec.Struct):
@@ -139,7 +169,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 class RerankResponse(msgspec.Struct):
     id: str
     model: str
-    usage: EmbeddingUsage
+    usage: PoolingUsage
     results: list[RerankResult]
 
 
@@ -156,22 +186,7 @@ class ClassifyResponse(msgspec.Struct):
     created: int
     model: str
     data: list[ClassItem]
-    usage: EmbeddingUsage
-
-
-Write = Callable[[Sequence[PoolingStream], EmbeddingUsage], msgspec.Struct]
-
-
-class PooledAnswer(Answer):
-    """Writes the response of all vectors. It is never streamed."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-
-    def whole(self) -> list[bytes]:
-        streams = [stream for stream in self.streams if isinstance(stream, PoolingStream)]
-        num_tokens = sum(len(stream.prompt.token_ids or ()) for stream in streams)
-        return [msgspec.json.encode(self._write(streams, EmbeddingUsage(num_tokens, num_tokens)))]
+    usage: PoolingUsage
 
 
 Scored = ScoreRequest | RerankRequest
@@ -195,7 +210,7 @@ def prepare_score(
     pairs = list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
     id, model = f"embd-{name}", request.model or engine.names[0]
 
-    def write(scores: Sequence[float], usage: EmbeddingUsage) -> ScoreResponse:
+    def write(scores: Sequence[float], usage: PoolingUsage) -> ScoreResponse:
         items = [ScoreItem(index, "score", score) for index, score in enumerate(scores)]
         return ScoreResponse(id, "list", int(time.time()), model, items, usage)
 
@@ -212,7 +227,7 @@ def prepare_rerank(
     id, model = f"rerank-{name}", request.model or engine.names[0]
     shows = request.return_documents is not False
 
-    def write(scores: Sequence[float], usage: EmbeddingUsage) -> RerankResponse:
+    def write(scores: Sequence[float], usage: PoolingUsage) -> RerankResponse:
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
         results = [
             RerankResult(index, scores[index], RerankDocument(texts[index]) if shows else None) for index in best
@@ -227,25 +242,15 @@ def prepare_classify(
     request: ClassifyRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
 ) -> PreparedRequest:
     """Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
-    client, model, id = engine.client, request.model or engine.names[0], f"classify-{name}"
-    welcome = client.welcome
-    params = _params(request, "classify", welcome, model)
+    model, id = request.model or engine.names[0], f"classify-{name}"
+    _, pooling = pooling_of(engine, model, "classes")
+    params = _params(request, "classify", pooling, model)
     items = items_of(request.input)
-    _check_count("input", items, options)
-    how = Tokenization(truncation_side=request.truncation_side)
-    if isinstance(items[0], str):
-        most = welcome.max_model_len * (1 if request.truncate_prompt_tokens is None else MOST_TRUNCATED)
-        texts = [as_pooled(each, welcome, "classify") for each in items]
-        special = request.add_special_tokens is not False
-        encoded = tokenize_texts(texts, client.tokenizer, special=special, max_tokens=most, param="input")
-        prompts = [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
-    else:
-        prompts = [Prompt(token_ids=packed(each)) for each in items]
-    cut_to_pool(prompts, [params] * len(prompts), client.tokenizer, how, welcome)
-    labels = welcome.pooling.labels if welcome.pooling is not None else ()
+    check_count("input", items, options)
+    how = How(request.truncation_side, special=request.add_special_tokens is not False)
+    prompts, labels = prompts_of(items, params, engine, how), pooling.labels
 
-    def write(streams: Sequence[PoolingStream], usage: EmbeddingUsage) -> ClassifyResponse:
+    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> ClassifyResponse:
         found = []
         for index, stream in enumerate(streams):
             probs = [float(each) for each in stream.vectors or ()]
@@ -253,8 +258,8 @@ def prepare_classify(
             found.append(ClassItem(index, label, probs, len(probs)))
         return ClassifyResponse(id, "list", int(time.time()), model, found, usage)
 
-    names = ["input"] if len(prompts) == 1 else [f"input[{index}]" for index in range(len(prompts))]
-    return _ready(engine, prompts, names, params, (id, cache_salt(request, tenant), request.priority), write)
+    caller = Caller(id, cache_salt(request, tenant), request.priority)
+    return ready(engine, prompts, names_of("input", len(prompts)), params, caller, PooledAnswer(write))
 
 
 def _prepared(
@@ -264,86 +269,153 @@ def _prepared(
     engine: Engine,
     options: ServeOptions,
     who: tuple[str, str],
-    write: Callable[[Sequence[float], EmbeddingUsage], msgspec.Struct],
+    write: Callable[[Sequence[float], PoolingUsage], msgspec.Struct],
 ) -> PreparedRequest:
     """who: the response's id, and the tenant."""
+    model = request.model or engine.names[0]
+    _, pooling = pooling_of(engine, model, "scores")
+    params = _params(request, task_of_scores(engine, model), pooling, model)
+    caller = Caller(who[0], cache_salt(request, who[1]), request.priority)
+    most = request.max_tokens_per_query, request.max_tokens_per_doc
+    pairs = _shortened(pairs, most, engine)
+    asked = Pairs(pairs, names, params, request.truncation_side, request.instruction)
+    return prepare_pairs(asked, engine, options, caller, write)
+
+
+def _shortened(
+    pairs: Sequence[tuple[str, str]],
+    most: tuple[int | None, int | None],
+    engine: Engine,
+) -> Sequence[tuple[str, str]]:
+    """The pairs, whose first texts have at most most[0] tokens and their second ones most[1]. Raises ApiError."""
     assert engine.client is not None
-    client, model = engine.client, request.model or engine.names[0]
-    welcome = client.welcome
-    _check_count(names[1], pairs, options)
-    try:
-        task = scoring_task(welcome)
-    except InvalidRequestError as error:
-        raise ApiError(404, f"the model {model!r:.200} makes no scores: {error}", code="not_found") from error
-    params = _params(request, task, welcome, model)
-    most = welcome.max_model_len * (1 if request.truncate_prompt_tokens is None else MOST_TRUNCATED)
+    tokenizer = engine.client.tokenizer
+    if tokenizer is None or not any(most):
+        return pairs
+
+    def cut(text: str, num_tokens: int | None) -> str:
+        if not num_tokens:
+            return text
+        return tokenizer.beginning(enough_of(text, num_tokens, tokenizer, from_left=False), num_tokens)
+
+    by_side = [{text: cut(text, num) for text in {pair[side] for pair in pairs}} for side, num in enumerate(most)]
+    return [(by_side[0][first], by_side[1][second]) for first, second in pairs]
+
+
+class Pairs(NamedTuple):
+    """Pairs of texts to be scored."""
+
+    pairs: Sequence[tuple[str, str]]
+    names: tuple[str, str]
+    """The fields of both texts, for errors."""
+    params: PoolingParams
+    side: Literal["left", "right"] | None = None
+    instruction: str | None = None
+
+
+def prepare_pairs(
+    asked: Pairs,
+    engine: Engine,
+    options: ServeOptions,
+    caller: Caller,
+    write: Callable[[Sequence[float], PoolingUsage], msgspec.Struct | list[Any]],
+) -> PreparedRequest:
+    """Scores pairs by the task of their parameters. write: makes the response of their scores. Raises ApiError and
+    InvalidRequestError."""
+    assert engine.client is not None
+    pairs, names, params, side, instruction = asked
+    client, welcome = engine.client, engine.client.welcome
+    check_count(names[1], pairs, options)
     if client.tokenizer is None:
         raise bad_field(names[1], "this engine runs without a tokenizer, and scores are of texts")
+    how = Tokenization(truncation_side=side)
+    kept, most = most_tokens(how, params, welcome), most_encoded(params, welcome)
+    if kept is not None:
+        shortened = {text: enough_of(text, kept, client.tokenizer, from_left=side == "left") for text in _texts(pairs)}
+        pairs = [(shortened[first], shortened[second]) for first, second in pairs]
     for index, (first, second) in enumerate(pairs):
         check_text(first, client.tokenizer, most, names[0])
         check_text(second, client.tokenizer, most, f"{names[1]}[{index}]")
-    how = Tokenization(truncation_side=request.truncation_side)
-    told = (who[0], cache_salt(request, who[1]), request.priority)
-    if task == "classify":
-        kept = most_tokens(how, params, welcome)
-        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, request.instruction)
+    if params.task == "token_embed":
+        return _late(pairs, asked, engine, caller, write)
+    if params.task == "classify":
+        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction)
         of_prompts = [f"{names[1]}[{index}]" for index in range(len(pairs))]
-
-        def of_pairs(streams: Sequence[PoolingStream], usage: EmbeddingUsage) -> msgspec.Struct:
-            return write([each.vectors[0] for each in streams if each.vectors is not None], usage)
-
-        return _ready(engine, prompts, of_prompts, params, told, of_pairs)
+        return ready(engine, prompts, of_prompts, params, caller, PooledAnswer(_of_values(write)))
     pooling = welcome.pooling
     assert pooling is not None, "it embeds"
-    places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-    texts = [as_pooled(text, welcome, "embed") for text in places]
-    encoded = tokenize_texts(texts, client.tokenizer, special=True, max_tokens=most, param=names[1])
-    prompts = [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
-    cut_to_pool(prompts, [params] * len(prompts), client.tokenizer, how, welcome)
+    places = {text: at for at, text in enumerate(_texts(pairs))}
+    prompts = prompts_of(list(places), params, engine, How(side, param=names[1]))
 
-    def of_texts(streams: Sequence[PoolingStream], usage: EmbeddingUsage) -> msgspec.Struct:
+    def of_texts(streams: Sequence[PoolingStream], usage: PoolingUsage) -> Any:
         vectors = [stream.vectors for stream in streams if stream.vectors is not None]
         return write([similarity(pooling, vectors[places[a]], vectors[places[b]]) for a, b in pairs], usage)
 
-    return _ready(engine, prompts, [names[1]] * len(prompts), params, told, of_texts)
+    return ready(engine, prompts, [names[1]] * len(prompts), params, caller, PooledAnswer(of_texts))
 
 
-def _ready(
+def _texts(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """The texts of pairs, each once."""
+    return list(dict.fromkeys(text for pair in pairs for text in pair))
+
+
+def _of_values(write: Callable[[Sequence[float], PoolingUsage], Any]) -> Write:
+    """Writes what is made of each prompt's one value."""
+
+    def of_values(streams: Sequence[PoolingStream], usage: PoolingUsage) -> Any:
+        return write([each.vectors[0] for each in streams if each.vectors is not None], usage)
+
+    return of_values
+
+
+def _late(
+    pairs: Sequence[tuple[str, str]],
+    asked: Pairs,
     engine: Engine,
-    prompts: Sequence[Prompt],
-    names: Sequence[str],
-    params: PoolingParams,
-    told: tuple[str, str, int | None],
-    write: Write,
+    caller: Caller,
+    write: Callable[[Sequence[float], PoolingUsage], Any],
 ) -> PreparedRequest:
-    """names: the prompts' fields, for errors. told: the response's id, the cache salt, and the priority. Raises
-    ApiError."""
+    """Late interaction: the queries run first, and each document then brings its query's vectors with it."""
     assert engine.client is not None
-    id, salt, priority = told
-    for prompt, param in zip(prompts, names, strict=True):
-        prompt.cache_salt = salt
-        check_prompt(prompt, params, engine.client.welcome, param)
-    return PreparedRequest(engine, id, prompts, [params] * len(prompts), PooledAnswer(write), priority=priority or 0)
+    client, how = engine.client, Tokenization(truncation_side=asked.side)
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    prompts = late_prompts(queries, asked.params, client, how, QUERY)
+    documents = late_prompts([document for _, document in pairs], asked.params, client, how, DOCUMENT)
+    of_documents = [f"{asked.names[1]}[{index}]" for index in range(len(pairs))]
+    answered = ready(engine, documents, of_documents, asked.params, caller, PooledAnswer(_of_values(write)))
+    prepared = ready(engine, prompts, [asked.names[0]] * len(prompts), asked.params, caller, answered.answer)
+
+    def compared(streams: Sequence[RequestStream]) -> Sequence[Prompt]:
+        found = [stream.parts[0] for stream in streams if isinstance(stream, PoolingStream)]
+        of_query = dict(zip(queries, found, strict=True))
+        for prompt, (query, _) in zip(documents, pairs, strict=True):
+            compare_with(prompt, of_query[query])
+        return documents
+
+    prepared.then = compared
+    return prepared
 
 
-def _params(request: Scored | ClassifyRequest, task: str, welcome: Welcome, model: str) -> PoolingParams:
-    if welcome.pooling is None:
-        raise ApiError(404, f"the model {model!r:.200} generates: {NOT_POOLING}", code="not_found")
+def task_of_scores(engine: Engine, model: str) -> str:
+    """Raises ApiError (404) if the model makes no scores."""
+    welcome, _ = pooling_of(engine, model, "scores")
     try:
-        params = PoolingParams(
-            task=task,
-            use_activation=request.use_activation,
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-        )
-        params.to_wire(welcome.pooling, model)
+        return scoring_task(welcome)
     except InvalidRequestError as error:
-        raise bad_field("model", str(error).removeprefix("PoolingParams.")) from error
-    return params
+        raise ApiError(404, f"the model {model!r:.200} makes no scores: {error}", code="not_found") from error
 
 
-def _check_count(name: str, items: Sequence[Any], options: ServeOptions) -> None:
-    if len(items) > options.max_prompts:
-        raise bad_field(name, f"{len(items)} inputs; this server takes at most {options.max_prompts} at once")
+def _params(request: Scored | ClassifyRequest, task: str, pooling: Pooling, model: str) -> PoolingParams:
+    activates = request.use_activation
+    if request.raw_scores is not None:
+        if activates is request.raw_scores:
+            raise bad_field("raw_scores", "raw_scores is given beside use_activation, which says the opposite")
+        activates = False if request.raw_scores else activates
+
+    def make() -> PoolingParams:
+        return PoolingParams(task=task, use_activation=activates, truncate_prompt_tokens=request.truncate_prompt_tokens)
+
+    return checked_params(make, pooling, model)
 
 
 def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Any]:
