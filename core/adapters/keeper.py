@@ -338,17 +338,22 @@ class AdapterKeeper:
         self._end([key for key, wait in self._waits.items() if adapter in wait.adapters], failure)
 
     def go_on(self) -> None:
-        """Starts loads and ends waits, in their order, as far as slots allow."""
-        while self._go_through_waits():
-            self._retiring = None
+        """Starts loads and ends waits, in their order, as far as slots allow. What is left to do after that waits for
+        a step in flight."""
+        self._go_through_waits()
+        while self.is_due and self._in_flight() is None:
+            self._go_through_waits()
 
-    def _go_through_waits(self) -> bool:
-        """Returns whether a version takes no more users though no wait needs its slot."""
+    def _go_through_waits(self) -> None:
         self.is_due = False
         self._empty_dropped()
+        if self._retiring is not None and self._retiring.adapter.version is not self._retiring:
+            self._retiring = None  # it has left
         ready, hopeless, keep = list[object](), list[object](), set[Adapter]()
         finds_no_slot = False
         for key, wait in self._waits.items():
+            if not finds_no_slot and self._retiring is not None and self._retiring.adapter in wait.adapters:
+                self._retiring = None  # no wait before this one needs its slot
             keep.update(wait.adapters)
             if all(self._is_usable(each) for each in wait.adapters):
                 ready.append(key)
@@ -356,6 +361,9 @@ class AdapterKeeper:
                 hopeless.append(key)
             elif not finds_no_slot:
                 finds_no_slot = not self._load_missing(wait, keep)
+        if not finds_no_slot:
+            self._retiring = None
+        self.is_due |= bool(ready and finds_no_slot)  # commands hold nothing, so what they waited for may make room
         self._end(ready, None)
         self._end(
             hopeless,
@@ -364,7 +372,6 @@ class AdapterKeeper:
                 f"(max_cpu_loras), of which {self._registry.num_pinned} are pinned"
             ),
         )
-        return self._retiring is not None and not finds_no_slot
 
     def _end(self, keys: Iterable[object], failure: Failure | None) -> None:
         for key in keys:

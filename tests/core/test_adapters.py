@@ -7,6 +7,7 @@ between different adapters, and that no slot changes under a row.
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,8 +87,9 @@ class Core(SteppedCore):
 def write(folder: Path, content: str, **config: Any) -> str:
     """An adapter's files."""
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, **config}))
-    (folder / "adapter_model.safetensors").write_text(content)
+    for name, text in (("adapter_config.json", json.dumps({"r": 8, **config})), ("adapter_model.safetensors", content)):
+        (folder / "new").write_text(text)
+        (folder / "new").rename(folder / name)  # whole, even while it is read
     return str(folder)
 
 
@@ -625,6 +627,80 @@ def test_thousands_that_do_not_fit_are_not_looked_through_in_each_step(folders: 
     client.send(Abort(slots=tuple(range(100, 301))))
     core.finish_all(client, count=301)
     assert sum(finish.reason is FinishReason.LENGTH for finish in client.finishes()) == 100
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", (2, 19))
+def test_whatever_comes_each_request_is_answered_by_the_content_that_it_is_told_of(seed: int, tmp_path: Path) -> None:
+    """Requests, aborts, loads, reloads in place of other content, unloads and pins, in few slots."""
+    numbers = random.Random(seed)
+    contents = [f"content {number}" for number in range(5)]
+    of_identity = dict[str, str]()
+    for number, content in enumerate(contents):
+        (info,) = _listed_after(path := write(tmp_path / f"fixed{number}", content))
+        of_identity[info.identity] = path
+    core = Core(Ahead, max_loras=2, max_cpu_loras=3, num_blocks=40, async_scheduling=True)
+    client, admin = core.open(), core.open()
+    asked = dict[int, tuple[AdapterUse, ...]]()
+
+    def act(number: int) -> None:
+        name = numbers.choice("abcd")
+        path = str(tmp_path / name)
+        what = numbers.random()
+        if what < 0.6:
+            names = numbers.sample("abcd", numbers.choice((0, 1, 1, 1, 2)))
+            given = numbers.random() < 0.7
+            adapters = tuple(
+                AdapterUse(name=each, path=str(tmp_path / each) if given else "", scale=numbers.choice((0.0, 1.0, 2.0)))
+                for each in names
+            )
+            asked[number] = adapters
+            client.add(number, PROMPT, adapters=adapters, max_tokens=numbers.randrange(1, 30))
+        elif what < 0.7 and asked:
+            client.send(Abort(slots=(numbers.choice(list(asked)),)))
+        elif what < 0.85:
+            write(tmp_path / name, numbers.choice(contents))
+            admin.send(Control(call=number, command=LoadAdapter(name=name, path=path, in_place=True)))
+        elif what < 0.95:
+            admin.send(Control(call=number, command=UnloadAdapter(name=name)))
+        else:
+            admin.send(Control(call=number, command=PinAdapter(name=name)))
+
+    for name in "abcd":
+        write(tmp_path / name, numbers.choice(contents))
+    for number in range(150):
+        act(number)
+        for _ in range(numbers.randrange(3)):
+            if core.loop.has_work or not core.inbox.empty():
+                core.loop.turn()
+    core.finish_all(client, count=len(asked))
+    core.run_until(lambda: not core.loop.adapters._waits)  # of commands
+    reasons = {finish.slot: finish.reason for finish in client.finishes()}
+    identities = {each.slot: each.adapters for message in client.outputs() for each in message.admitted}
+    expected = dict[tuple[AdapterUse, ...], list[int]]()
+    for slot, tokens in client.tokens().items():
+        fixed = tuple(
+            AdapterUse(name=of_identity[identity], path=of_identity[identity], scale=use.scale)
+            for use, identity in zip(asked[slot], identities[slot] or ("",) * len(asked[slot]), strict=True)
+            if use.scale and identity
+        )
+        if len(set(fixed)) == len({each.name for each in fixed}) == len([use for use in asked[slot] if use.scale]):
+            if fixed not in expected:
+                expected[fixed] = ask(Core(), *fixed, max_tokens=30)
+            assert tokens == expected[fixed][: len(tokens)], (slot, asked[slot])
+    failures = [why(finish) for finish in client.finishes() if finish.reason is FinishReason.FAILED]
+    assert all("do not fit into memory" in each for each in failures), failures  # two are pinned, of three slots
+    assert sum(reason is FinishReason.LENGTH for reason in reasons.values()) > 20
+    assert len(replies(admin)) >= 20
+    assert not core.loop.adapters._held
+
+
+def _listed_after(path: str) -> tuple[AdapterInfo, ...]:
+    core = Core()
+    ask(core, AdapterUse(name="x", path=path))
+    return _listed(core, core.open())
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
