@@ -15,7 +15,7 @@ MOST_RANK = 512
 """vLLM's highest max_lora_rank."""
 _SLOTS = 64
 """Slots unless the options say how many: a slot is host memory, taken only while an adapter is in it."""
-_ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras", "lora_target_modules")
+_ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules")
 
 AdapterDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -31,8 +31,6 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter with a larger matrix is refused."""
     dtype: AdapterDtype
     """In which the factors are kept and multiplied."""
-    fully_sharded: bool
-    """Ranks divide both factors of a matrix, not only the one that the matrix' own division divides."""
     target_modules: tuple[str, ...]
     """Names, or ends of names, of the modules whose matrices adapters may change; empty: all. An adapter's matrices of
     other modules are left out."""
@@ -67,6 +65,5 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
         slots=options.max_cpu_loras or max(_SLOTS, options.max_loras),
         max_rank=options.max_lora_rank,
         dtype=msgspec.convert(found, AdapterDtype),
-        fully_sharded=options.fully_sharded_loras,
         target_modules=options.lora_target_modules,
     )

@@ -266,14 +266,6 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Literal["auto", "float32", "float16", "bfloat16"],
         Option(ADAPTERS, "Type in which adapters are kept and multiplied; auto is dtype"),
     ] = "auto"
-    fully_sharded_loras: Annotated[
-        bool,
-        Option(
-            ADAPTERS,
-            "With tensor_parallel_size, divide both factors of each matrix among the ranks, instead of only the one "
-            "that the matrix' own division divides",
-        ),
-    ] = False
     lora_target_modules: Annotated[
         tuple[str, ...],
         Option(

@@ -99,7 +99,6 @@ class EngineOptions(TypedDict, total=False):
     max_cpu_loras: int | None
     max_lora_rank: int | None
     lora_dtype: Literal["auto", "float32", "float16", "bfloat16"] | str | None
-    fully_sharded_loras: bool | None
     lora_target_modules: Sequence[str] | str | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
@@ -175,6 +174,7 @@ class EngineOptions(TypedDict, total=False):
     specialize_active_lora: bool | None
     enable_mixed_moe_lora_format: bool | None
     enable_moe_shared_loras: bool | None
+    fully_sharded_loras: bool | None
     default_mm_loras: Mapping[str, Any] | None
     enable_tower_connector_lora: bool | None
     lora_extra_vocab_size: float | None

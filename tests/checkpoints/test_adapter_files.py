@@ -21,7 +21,7 @@ from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.failure import ModelError
 
-LIMITS = AdapterLimits(max_loras=1, slots=2, max_rank=8, dtype="float32", fully_sharded=False, target_modules=())
+LIMITS = AdapterLimits(max_loras=1, slots=2, max_rank=8, dtype="float32", target_modules=())
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
@@ -184,9 +184,7 @@ def test_torch_files_and_names_of_targets_are_read(tmp_path: Path) -> None:
     tensors = _renamed("q_proj", "q_proj") | _renamed("self_attn.q_proj", "mlp.other")
     (path / "adapter_model.safetensors").unlink()
     torch.save(tensors, path / "adapter_model.bin")
-    only = AdapterLimits(
-        max_loras=1, slots=2, max_rank=8, dtype="float32", fully_sharded=False, target_modules=("q_proj",)
-    )
+    only = AdapterLimits(max_loras=1, slots=2, max_rank=8, dtype="float32", target_modules=("q_proj",))
     assert slots(only).load(0, str(path)).num_bytes
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.other"):
         slots().load(0, str(path))

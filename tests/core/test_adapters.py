@@ -632,7 +632,7 @@ def test_thousands_that_do_not_fit_are_not_looked_through_in_each_step(folders: 
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", (2, 19))
+@pytest.mark.parametrize("seed", [2, 19])
 def test_whatever_comes_each_request_is_answered_by_the_content_that_it_is_told_of(seed: int, tmp_path: Path) -> None:
     """Requests, aborts, loads, reloads in place of other content, unloads and pins, in few slots."""
     numbers = random.Random(seed)

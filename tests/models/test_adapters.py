@@ -32,7 +32,7 @@ from headrace.ipc.adapters import RowAdapter
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
-LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", fully_sharded=False, target_modules=())
+LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", target_modules=())
 FAMILIES = (
     *("llama", "llama_biases", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gptj", "gpt_neox", "falcon", "cohere"),
     *("opt", "glm", "starcoder2"),
