@@ -37,6 +37,7 @@ from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import NUM_STEP_TIMES
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.trace import SpanContext
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ _EXPORTERS = {
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 """W3C's headers of trace context."""
 _CLOSE_S = 5.0
+_LONG_QUEUE = 1 << 14
+"""Spans that may wait to be sent where steps have some, of which one request may have thousands."""
 _NS = 1_000_000_000
 
 
@@ -97,8 +100,10 @@ class Tracer:
         """
         self.details = details_of(details)
         try:
+            from opentelemetry import trace as api
+            from opentelemetry.context import Context
             from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         except ImportError as error:
@@ -108,9 +113,13 @@ class Tracer:
             shutdown_on_exit=False,
         )
         # What the environment's variables of the SDK say, of which the provider is the reader.
-        self._sampler, self._ids, self._resource = provider.sampler, provider.id_generator, provider.resource
+        self._sampler, self._ids = provider.sampler, provider.id_generator
+        self._resource = _hashed_once(provider.resource)
         self._scope = InstrumentationScope("headrace")
-        self._processor = BatchSpanProcessor(_exporter(endpoint))
+        is_long = self.details and not os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE")
+        self._processor = BatchSpanProcessor(_exporter(endpoint), max_queue_size=_LONG_QUEUE if is_long else None)
+        self._api, self._make_span, self._make_context = api, ReadableSpan, api.SpanContext  # found once
+        self._nowhere = Context()
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """The task handles a request with these CONTEXT_HEADERS, which has just arrived."""
@@ -136,36 +145,32 @@ class Tracer:
         self._processor.shutdown()
 
     def _begin_trace(self, origin: Origin) -> RequestTrace | None:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, get_current_span
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        called_from, parent = Context(), None
+        api, called_from, parent = self._api, self._nowhere, None
         if origin.headers:
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
             called_from = TraceContextTextMapPropagator().extract(origin.headers, called_from)
-            above = get_current_span(called_from).get_span_context()
+            above = api.get_current_span(called_from).get_span_context()
             parent = above if above.is_valid else None
         trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
-        wanted = self._sampler.should_sample(called_from, trace_id, "llm_request", SpanKind.SERVER)
+        wanted = self._sampler.should_sample(called_from, trace_id, "llm_request", api.SpanKind.SERVER)
         if not wanted.decision.is_sampled():
             return None
-        flags = TraceFlags(TraceFlags.SAMPLED)
-        root = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, wanted.trace_state)
+        flags = api.TraceFlags(api.TraceFlags.SAMPLED)
+        root = api.SpanContext(trace_id, self._ids.generate_span_id(), False, flags, wanted.trace_state)
         return RequestTrace(self, origin, root, parent)
 
     def export(self, trace: RequestTrace, stream: RequestStream) -> None:
         """Call at a request's end, successful or not."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        metrics, origin = stream.metrics, trace.origin
+        api, metrics, origin = self._api, stream.metrics, trace.origin
         ended_s = time.time() if metrics.total_s is None else metrics.arrival_time + metrics.total_s
         for name, began_s, until_s in _parts(origin, stream):
             part = self._below(trace.root, name, began_s, until_s)
             if trace.steps and name in ("prefill", "decode"):
                 self._export_steps(trace.steps_of(name, until_s - metrics.arrival_time), part, metrics.arrival_time)
-        status = None if stream.error is None else Status(StatusCode.ERROR, str(stream.error)[:500])
+        status = None if stream.error is None else api.Status(api.StatusCode.ERROR, str(stream.error)[:500])
         whole = ("llm_request", origin.arrived_s, ended_s, attributes_of(stream))
-        self._end(trace.root, trace.parent, *whole, kind=SpanKind.SERVER, status=status)
+        self._end(trace.root, trace.parent, *whole, kind=api.SpanKind.SERVER, status=status)
 
     def _export_steps(self, steps: list[StepTimes], part: SpanContext, arrived_s: float) -> None:
         for each in steps:
@@ -183,9 +188,8 @@ class Tracer:
         self, parent: SpanContext, name: str, began_s: float, ended_s: float, told: Mapping[str, Any] | None = None
     ) -> SpanContext:
         """Exports a span below another one of the same trace, and returns its context."""
-        from opentelemetry.trace import SpanContext
-
-        span = SpanContext(parent.trace_id, self._ids.generate_span_id(), False, parent.trace_flags, parent.trace_state)
+        trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
+        span = self._make_context(trace_id, self._ids.generate_span_id(), False, flags, state)
         self._end(span, parent, name, began_s, ended_s, told)
         return span
 
@@ -199,9 +203,7 @@ class Tracer:
         told: Mapping[str, Any] | None,
         **more: Any,
     ) -> None:
-        from opentelemetry.sdk.trace import ReadableSpan
-
-        span = ReadableSpan(
+        span = self._make_span(
             name,
             context,
             parent,
@@ -283,6 +285,16 @@ def _parts(origin: Origin, stream: RequestStream) -> list[tuple[str, float, floa
             parts.append((name, at_s, at_s + duration_s))
             at_s += duration_s
     return parts
+
+
+def _hashed_once(resource: Resource) -> Resource:
+    """The same resource. The exporter hashes that of each span, for which the SDK writes all its attributes as JSON."""
+    from opentelemetry.sdk.resources import Resource
+
+    class HashedOnce(Resource):
+        __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+
+    return HashedOnce(resource.attributes, resource.schema_url)
 
 
 def attributes_of(stream: RequestStream) -> dict[str, Any]:

@@ -317,3 +317,27 @@ def test_a_result_that_could_not_be_written_is_refused_before_the_run(
     (tmp_path / "file").write_text("")
     assert main(["bench", "serve", "--model", "any", "--output-json", str(tmp_path / "file" / "result.json")]) == 2
     assert "is no folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_report_is_one_page_that_needs_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with fake.FakeServer(fake.stream) as server:
+        arguments = ("--base-url", server.url, "--num-prompts", "6", *SHORT, "--label", "<run>", "--report", "html")
+        status, record, printed = bench(capsys, tmp_path, *arguments)
+    page = (tmp_path / "result.html").read_text()
+    assert status == 0
+    assert f"wrote {tmp_path / 'result.html'}" in printed
+    assert "<svg" in page
+    assert "&lt;run&gt;" in page
+    assert "<run>" not in page
+    assert f"{record['results']['request_throughput']:.4g}"[:3] in page
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page)
+
+
+def test_a_report_without_matplotlib_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with fake.FakeServer(fake.stream) as server:
+        assert main(["bench", "serve", "--base-url", server.url, "--num-prompts", "2", "--report", "html"]) == 2
+        assert "plots need matplotlib" in capsys.readouterr().err
+        assert not server.bodies

@@ -6,14 +6,16 @@ import json
 import logging
 import re
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from http_server import ask, engine_of, serving
 
 from headrace.frontend.client.stats_log import StatsLog
-from headrace.frontend.http.process.launch import ready_text
-from headrace.frontend.http.process.options import ServeOptions, with_environment
+from headrace.frontend.http.process.launch import ready_text, say_ready
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options, with_environment
 from headrace.frontend.http.process.server import listen
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import EngineStats
@@ -141,6 +143,26 @@ def test_the_start_up_line_says_that_nobody_else_is_heard_where_that_is_so() -> 
         )
     for options in (ServeOptions(host="0.0.0.0"), ServeOptions(uds="http.sock")):
         assert ready_text("http://127.0.0.1:8000", options).endswith("/docs to read")
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_the_page_is_shown_once_the_server_is_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_found: bool
+) -> None:
+    shown: list[str] = []
+    ended: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(shown.append(url)) or is_found)
+    phases = SimpleNamespace(finish=ended.append)
+    for options in (ServeOptions(), ServeOptions(open=True)):
+        say_ready(phases, "http://127.0.0.1:8000", options)  # type: ignore[arg-type]
+        for thread in [each for each in threading.enumerate() if each.name == "browser"]:
+            thread.join()
+    assert shown == ["http://127.0.0.1:8000"]
+    assert len(ended) == 2
+    assert ("open http://127.0.0.1:8000 in one" in caplog.text) is not is_found
+    for without in ({"ui": False}, {"uds": "http.sock"}):
+        with pytest.raises(OptionError, match="open shows the page"):
+            check_serve_options(ServeOptions(open=True, **without))
 
 
 def test_a_level_that_is_none_is_told_and_the_default_counts(monkeypatch: pytest.MonkeyPatch) -> None:
