@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BUILD_TOOLS := $(VENV)/build
 TYPES := $(VENV)/types/headrace
 # Tests pass keywords about and look inside unions; what they call is checked strictly where it is defined.
 RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-ignores \
@@ -19,7 +20,7 @@ TYPED = $(filter benchmarks/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(fil
   $(addprefix $(TYPES)/,$(filter $(FOLDERS:=/%),$(CHANGED)))
 
 .PHONY: demo test test-system test-versions lint types types-of-tests fmt docs docs-site install demo-model bench-check
-.PHONY: package release-check clean distclean
+.PHONY: package image release-check clean distclean
 .DELETE_ON_ERROR:
 
 # PROMPT="..." is what to ask.
@@ -68,10 +69,22 @@ bench-check: install
 	$(BIN)/python benchmarks/check.py $(if $(BASE),--base $(BASE))
 
 # The wheel, with the kernels compiled for each level of instruction sets, and the sdist that it is made from: in dist/.
-package: install
-	@rm -rf dist && $(PYTHON) -m venv $(VENV)/build && $(VENV)/build/bin/pip install --quiet build twine
-	$(VENV)/build/bin/python -m build --outdir dist
-	$(VENV)/build/bin/twine check --strict dist/*
+package: $(BUILD_TOOLS)
+	@rm -rf dist
+	$(BUILD_TOOLS)/bin/python -m build --outdir dist
+	$(BUILD_TOOLS)/bin/twine check --strict dist/*
+
+$(BUILD_TOOLS):
+	@$(PYTHON) -m venv $@ && $@/bin/pip install --quiet build setuptools twine
+
+# An image, TARGET=client, cpu or cuda, by docker or by another BUILDER with its command line. Those of a release have the
+# names that the chart and compose use, such as headrace:0.1.0-cpu.
+TARGET ?= cpu
+BUILDER ?= docker
+image: $(BUILD_TOOLS)
+	version=$$($(BUILD_TOOLS)/bin/python setup.py --version) && \
+	$(BUILDER) build --file docker/Dockerfile --target $(TARGET) --build-arg HEADRACE_VERSION="$$version" \
+	  --build-arg TORCH_INDEX="$(TORCH_INDEX)" --tag "headrace:$$(echo "$$version" | tr + -)-$(TARGET)" .
 
 # What a release takes, in order; it stops at the first thing that is missing.
 release-check:

@@ -31,7 +31,10 @@ def version() -> str:
     """1.2.3 at the tag v1.2.3, and 1.2.4.dev5+gabc five commits later. Without git 0.1.0.dev0.
 
     Not setuptools-scm's: an install without network has no build isolation, and would need it beside setuptools.
+    HEADRACE_VERSION is for trees that have lost their git folder, as in the build of an image.
     """
+    if given := os.environ.get("HEADRACE_VERSION"):
+        return given
     unpacked = ROOT / "PKG-INFO"  # of an sdist
     if unpacked.exists():
         return str(Parser().parsestr(unpacked.read_text(encoding="utf-8"))["Version"])

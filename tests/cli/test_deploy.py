@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
+from debian_programs import packaged, program
 from served_routes import ROUTES
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
@@ -24,6 +29,8 @@ from headrace.frontend.http.process.options import ServeOptions, check_serve_opt
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 CHART = DEPLOY / "helm"
+COMPOSE = DEPLOY / "compose"
+COMPOSE_SCHEMA = "usr/lib/python3/dist-packages/compose/config/compose_spec.json"
 KUBERNETES = "1.31"
 RENDERED: dict[str, dict[str, Any]] = {
     "kubernetes.yaml": {},
@@ -178,22 +185,172 @@ def test_frontends_alone_reach_engines_in_either_kind_of_network(name: str) -> N
     assert "0.0.0.0" not in (DEPLOY / name).read_text()
 
 
-def test_the_systemd_unit_is_valid_and_hardened() -> None:
+UNITS = {"engine-core@": "engine-core", "headrace@": "headrace"}
+"""Each unit's program."""
+SERVER, ENGINE = "headrace@", "engine-core@"
+
+
+def systemd_analyze() -> str:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
-    unit = DEPLOY / "headrace.service"
-    (start,) = re.findall(r"^ExecStart=\S+ serve (.*)$", unit.read_text(), re.MULTILINE)
-    parser = OptionParser()
-    serve.add_arguments(parser)
-    check_serve_options(struct_from_arguments(parser.parse_args(start.split()), ServeOptions))
-    rated = subprocess.run(
-        [analyze, "security", "--offline=true", "--threshold=30", "--no-pager", str(unit)],
+    return analyze
+
+
+def settings_of(unit: str) -> dict[str, list[str]]:
+    """Of an instance called qwen."""
+    found: dict[str, list[str]] = {}
+    for line in (DEPLOY / f"{unit}.service").read_text().replace("%i", "qwen").splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_systemd_accepts_the_units_and_rates_them_ok(tmp_path: Path) -> None:
+    for unit, name in UNITS.items():
+        text = (DEPLOY / f"{unit}.service").read_text()
+        assert f"ExecStart=/usr/local/bin/{name} " in text
+        ours = Path(sys.executable).parent / name
+        (tmp_path / f"{unit}qwen.service").write_text(text.replace(f"/usr/local/bin/{name}", str(ours)))
+    units = sorted(tmp_path.iterdir())
+    checked = subprocess.run(
+        [systemd_analyze(), "verify", "--man=no", *units], capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    for each in units:
+        rated = subprocess.run(
+            [systemd_analyze(), "security", "--offline=true", "--threshold=30", "--no-pager", each],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert rated.returncode == 0, rated.stdout[-500:] + rated.stderr
+
+
+def test_the_units_commands_are_ours_and_meet_at_one_socket(tmp_path: Path) -> None:
+    """With the files of docs/deploy/systemd.md."""
+    page = (DEPLOY / "systemd.md").read_text()
+    written = {name: text for text, name in re.findall(r"(?:echo|printf) '(.*)' > /etc/headrace/qwen/(\S+)", page)}
+    assert written.keys() == {"engine.yaml", "server.yaml"}
+    for name, text in written.items():
+        (tmp_path / name).write_text(text.replace("\\n", "\n"))
+    parsed = {}
+    for unit, name in UNITS.items():
+        (start,) = settings_of(unit)["ExecStart"]
+        command = start.removeprefix(f"/usr/local/bin/{name} ").replace("/etc/headrace/qwen", str(tmp_path)).split()
+        is_server = command[0] == "serve"
+        program_of = [name, command.pop(0)] if is_server else [name]
+        parsed[unit] = arguments_of({"command": program_of, "args": command})
+    assert parsed[SERVER].engine == [parsed[ENGINE].address]
+    assert parsed[ENGINE].address.startswith(f"ipc:///run/{settings_of(ENGINE)['RuntimeDirectory'][0]}/")
+    for unit in UNITS:
+        settings = settings_of(unit)
+        assert f"HEADRACE_RUNTIME_DIR=/run/{settings['RuntimeDirectory'][0]}" in settings["Environment"][0]
+        assert int(settings["TimeoutStopSec"][0]) > float(parsed[unit].shutdown_timeout)
+        assert settings["User"] == ["headrace"], "one user: sockets are in folders that only their owner enters"
+
+
+# --- Compose ---------------------------------------------------------------------------------------------------------
+
+
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    return loaded
+
+
+def test_compose_accepts_the_file() -> None:
+    """By the schema that Debian's docker-compose has in it; a newer one is on no index that can be reached."""
+    schema = json.loads(packaged("docker-compose", COMPOSE_SCHEMA).read_text())
+    jsonschema.validate(compose(), schema, jsonschema.Draft7Validator)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"services": {"server": {"imagined": True}}}, schema, jsonschema.Draft7Validator)
+
+
+def test_composes_server_has_our_options_the_least_privileges_and_time_to_drain() -> None:
+    server = compose()["services"]["server"]
+    (model, *arguments) = server["command"]
+    parsed = arguments_of({"command": ["headrace", "serve"], "args": ["MODEL", *arguments]})
+    assert model.startswith("${MODEL:?")
+    assert server["ports"] == [f"${{HTTP_PORT:-8000}}:{ServeOptions().port}"]
+    assert int(server["stop_grace_period"].removesuffix("s")) > float(parsed.shutdown_timeout)
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    for name, service in compose()["services"].items():
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:") or name == "server", "no key guards it"
+
+
+def test_prometheus_and_grafana_find_what_compose_mounts(tmp_path: Path) -> None:
+    services = compose()["services"]
+    mounted = {}
+    for name, service in services.items():
+        for each in service["volumes"]:
+            source, target = each.removesuffix(":ro").rsplit(":", 1)
+            mounted[name, target] = source
+            assert source in compose()["volumes"] or source.startswith("${") or (COMPOSE / source).exists(), source
+    (scrape,) = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"]
+    assert scrape["static_configs"] == [{"targets": ["server:8000"]}]
+    (secret,) = services["prometheus"]["secrets"]
+    assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    assert f"--api-key-file=/run/secrets/{secret}" in services["server"]["command"]
+    (dashboards,) = yaml.safe_load((COMPOSE / "grafana/dashboards/headrace.yaml").read_text())["providers"]
+    assert mounted["grafana", f"{dashboards['options']['path']}/grafana.json"] == "../grafana.json"
+    (source,) = yaml.safe_load((COMPOSE / "grafana/datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    key = tmp_path / "api_key"
+    key.write_text("a")
+    (tmp_path / "prometheus.yml").write_text(
+        (COMPOSE / "prometheus.yml").read_text().replace("/run/secrets/api_key", str(key))
+    )
+    checked = subprocess.run(
+        [program("prometheus", "usr/bin/promtool"), "check", "config", tmp_path / "prometheus.yml"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert rated.returncode == 0, rated.stdout[-500:] + rated.stderr
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def image_targets() -> set[str]:
+    text = (DEPLOY.parents[1] / "docker" / "Dockerfile").read_text()
+    return set(re.findall(r"^FROM base AS (\w+)$", text, re.MULTILINE))
+
+
+def test_manifests_name_images_that_we_build() -> None:
+    assert image_targets() == {"client", "cpu", "cuda"}
+    named = {each["image"] for name in RENDERED for each in containers(name)} | {
+        compose()["services"]["server"]["image"]
+    }
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert named == {values["image"], values["frontends"]["image"]}
+    assert named <= {f"headrace:{version}-{target}" for target in image_targets()}
+    for name in RENDERED:
+        for container in containers(name):
+            is_frontend = container["name"] == "frontend"
+            assert container["image"].endswith("-client") == is_frontend, "an engine needs torch, a frontend none"
+
+
+def test_an_images_dependencies_are_those_of_the_package(tmp_path: Path) -> None:
+    root = DEPLOY.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (tmp_path / "pyproject.toml").write_bytes((root / "pyproject.toml").read_bytes())
+
+    def listed(*arguments: str) -> list[str]:
+        command = [sys.executable, str(root / "docker" / "requirements.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    engine = project["optional-dependencies"]["engine"]
+    assert listed() == project["dependencies"]
+    assert listed("engine") == [*project["dependencies"], *engine]
+    assert {*listed("engine")} - {*listed("engine", "--without", "triton")} == {
+        each for each in engine if each.startswith("triton")
+    }
 
 
 def test_the_autoscaler_goes_by_a_metric_that_there_is() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from debian_programs import program
 from http_server import ask, serving, wait_until
+from prometheus import prometheus
 from server_here import serving_here
 
 from headrace.frontend.http.server.dashboard import FILE, dashboard, text
@@ -49,48 +49,18 @@ def test_each_panel_asks_for_a_metric_that_a_server_exports() -> None:
 
 @pytest.mark.system
 def test_each_panel_draws_something_in_a_real_prometheus(tmp_path: Path) -> None:
-    binary = program("prometheus", "usr/bin/prometheus")
     with serving() as server, server.client() as client:
         target = server.url.removeprefix("http://")
         config = {
             "global": {"scrape_interval": "1s"},
             "scrape_configs": [{"job_name": "headrace", "static_configs": [{"targets": [target]}]}],
         }
-        (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # YAML has JSON in it
-        command = [
-            binary,
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'data'}",
-            "--web.listen-address=127.0.0.1:0",
-        ]
-        log = tmp_path / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
-        try:
-            listening = r'"?Listening on"? address="?(127\.0\.0\.1:\d+)'
-            wait_until(lambda: re.search(listening, log.read_text()) is not None, 60, "Prometheus' start")
-            found = re.search(listening, log.read_text())
-            assert found is not None
-            draws_something(f"http://{found[1]}", client)
-        finally:
-            process.terminate()
-            process.wait(30)
+        with prometheus(tmp_path, json.dumps(config)) as result:  # YAML has JSON in it
+            draws_something(result, client)
 
 
-def draws_something(prometheus: str, client: httpx.Client) -> None:
-    def result(query: str) -> list[Any]:
-        answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=30)
-        assert answer.status_code == 200, (query, answer.text)
-        found: list[Any] = answer.json()["data"]["result"]
-        return found
-
-    def is_up() -> bool:
-        try:
-            return bool(result("headrace:num_requests_running"))
-        except httpx.TransportError:
-            return False
-
-    wait_until(is_up, 60, "the first scrape")
+def draws_something(result: Callable[[str], list[Any]], client: httpx.Client) -> None:
+    wait_until(lambda: bool(result("headrace:num_requests_running")), 60, "the first scrape")
     filled = {"${prefix}": "headrace", "$model": ".*", "$engine": ".*", "$__rate_interval": "30s"}
     rest = [(title, query) for title, query in QUERIES if not title.startswith(NEEDS_MORE)]
     end_s = time.monotonic() + 120

@@ -8,9 +8,9 @@ import re
 import httpx
 import pytest
 from http_server import HERE, Server, wait_until
+from test_behind_nginx import free_port
 from test_http_lifecycle import COMPLETIONS
 from test_http_restart import NULL_ENGINE, engine_at
-from test_rolling_restart import free_port
 
 from headrace.core.options.parsing import parse_options
 from headrace.core.process.child import start_coordinator, start_engine

@@ -1,4 +1,4 @@
-"""Programs of Debian packages that tests run: the installed one, else the package's, unpacked into the environment."""
+"""What tests use of Debian packages: the installed program, else the package's, unpacked into the environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _LIMIT_S = 120.0
 def program(package: str, path: str) -> str:
     """The program with this path in the package. Skips the test where it cannot be had."""
     installed = shutil.which(Path(path).name, path="/usr/sbin:/usr/bin:/sbin:/bin")
-    if installed is not None:
-        return installed
+    return installed or str(packaged(package, path))
+
+
+def packaged(package: str, path: str) -> Path:
+    """The file with this path in the package. Skips the test where the package cannot be had."""
     unpacked = PLACE / package
     if not (unpacked / path).is_file():
         try:
             _unpack(package, unpacked)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"{package} is neither installed nor to be had by apt-get download: {error}")
-    return str(unpacked / path)
+    return unpacked / path
 
 
 def _unpack(package: str, unpacked: Path) -> None:

@@ -21,7 +21,7 @@ capabilities: {drop: [ALL]}
 {{- /* A key file must be its owner's alone, and those of a Secret are root's. */ -}}
 {{- define "headrace.initContainers" -}}
 - name: keys
-  image: {{ .root.Values.image }}
+  image: {{ .image }}
   securityContext: {{- include "headrace.containerSecurity" . | nindent 4 }}
   command: [install, -m, "0400", /secret/{{ .file }}, /keys/{{ .file }}]
   volumeMounts:
