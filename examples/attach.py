@@ -19,6 +19,7 @@ program = Path(sys.executable).with_name("engine-core")  # installed beside this
 command = [str(program), *sys.argv[1:2]]
 engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 try:
+    assert engine.stdout is not None
     address = engine.stdout.readline().split()[-1]  # "engine-core: ready at ipc:///..."
     with headrace.connect(address) as llm:
         other = subprocess.Popen([sys.executable, "-c", CLIENT, address])

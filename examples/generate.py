@@ -11,4 +11,4 @@ with LLM(*sys.argv[1:2]) as llm:
         answer = output.outputs[0]
         print(f"{output.prompt!r} -> {answer.text!r}")
         print(f"  {len(output.prompt_token_ids)} + {len(answer.token_ids)} tokens, ended by {answer.finish_reason}")
-        print(f"  mean log-probability {answer.cumulative_logprob / len(answer.token_ids):.2f}")
+        print(f"  mean log-probability {(answer.cumulative_logprob or 0.0) / len(answer.token_ids):.2f}")

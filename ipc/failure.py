@@ -70,7 +70,7 @@ class HeadraceError(Exception):
     def __init__(self, message: str = "", *, failure: Failure | None = None, hint: str = "") -> None:
         super().__init__(message or (failure.describe() if failure else ""))
         self.failure = failure
-        self.hint = hint or (failure.hint if failure else "")
+        self.hint: str = hint or (failure.hint if failure else "")
 
     @classmethod
     def from_failure(cls, failure: Failure) -> HeadraceError:

@@ -87,10 +87,11 @@ def test_the_wheel_says_under_which_licence_it_may_be_used(wheel: Path) -> None:
         assert Parser().parsestr(archive.read(metadata).decode())["License-Expression"] == "Apache-2.0"
 
 
-def version_of(folder: Path) -> str:
+def version_of(folder: Path, **environment: str) -> str:
     (folder / "setup.py").write_bytes((ROOT / "setup.py").read_bytes())
     command = [sys.executable, "setup.py", "--version"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
+    given = os.environ | environment
+    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
 def test_the_version_is_that_of_the_last_tag_and_there_is_one_without_any(tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def test_the_version_is_that_of_the_last_tag_and_there_is_one_without_any(tmp_pa
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, check=True)
 
     assert version_of(tmp_path) == "0.1.0.dev0"
+    assert version_of(tmp_path, HEADRACE_VERSION="1.2.3") == "1.2.3", "an image is built without the git folder"
     git("init")
     git("commit", "--allow-empty", "-m", "one")
     assert re.fullmatch(r"0\.1\.0\.dev1\+g[0-9a-f]+", version_of(tmp_path))
@@ -203,9 +205,15 @@ def test_pyright_resolves_the_modules_of_a_moved_program_and_checks_its_calls(in
     venv.create(tmp_path / "own", with_pip=True)
     own = tmp_path / "own" / "bin"
     subprocess.run([own / "pip", "install", "--quiet", "pyright[nodejs]"], check=True, timeout=200)
-    command = [own / "pyright", "--outputjson", "--pythonpath", str(installed), "moved.py", "wrong.py"]
+    examples = [path for path in (ROOT / "examples").glob("*.py") if path.name != "tools.py"]  # it is OpenAI's types
+    for path in examples:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"strict": ["*.py"], "include": ["*.py"]}))
+    command = [own / "pyright", "--outputjson", "--pythonpath", str(installed)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, cwd=tmp_path)
-    found = [each for each in json.loads(checked.stdout)["generalDiagnostics"] if each["severity"] == "error"]
+    report = json.loads(checked.stdout)
+    assert report["summary"]["filesAnalyzed"] == len(examples) + 2
+    found = [each for each in report["generalDiagnostics"] if each["severity"] == "error"]
     lines = {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found}
     assert lines == {("wrong.py", line) for line in wrong_lines()}, checked.stdout
 

@@ -140,9 +140,11 @@ def _keyword(name: str, type_: str, choices: Sequence[str]) -> str:
 def _keyword_type(spec: OptionSpec) -> str:
     """The type of a Python keyword: numbers of tokens or bytes may also be text, and lists any sequence."""
     with_suffix = spec.option.unit in UNITS_WITH_SUFFIX or spec.option.words
+    # Python callers may give a class itself.
+    listed = "str | type[Any]" if spec.option.help.startswith("module:Class") else "str"
     kinds = {
         "choice": f"Literal[{', '.join(map(json.dumps, spec.choices))}] | str",
-        "list": "Sequence[str] | str",
+        "list": f"Sequence[{listed}] | str",
         "numbers": "Sequence[int] | str",
         "secret": "str | bool" if spec.option.alone else "str",
         "secrets": "Sequence[str] | str",

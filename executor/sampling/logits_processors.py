@@ -56,7 +56,7 @@ class LogitsProcessor(ABC):
     """The base class of logits processors. An instance serves all requests of a rank."""
 
     @classmethod
-    def validate_params(cls, sampling_params: Sampling) -> None:
+    def validate_params(cls, sampling_params: Any) -> None:
         """Raises ValueError for parameters, including `extra_args`, that the class does not support. Called for each
         request before it is accepted, in every rank."""
         return
@@ -122,8 +122,9 @@ class AdapterLogitsProcessor(LogitsProcessor):
         """By row; read and emptied after each call."""
 
     @abstractmethod
-    def new_req_logits_processor(self, params: Sampling) -> RequestLogitsProcessor | None:
-        """The function for a request with these parameters; None if it needs none."""
+    def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
+        """The function for a request with these parameters, which have the fields of SamplingParams; None if it needs
+        none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:

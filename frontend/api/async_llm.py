@@ -9,7 +9,7 @@ import itertools
 import os
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from headrace.frontend.api.batch import default_params, params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
@@ -76,7 +76,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    __signature__ = EngineSignature("model", "heartbeat_timeout")
+    __signature__: ClassVar[EngineSignature] = EngineSignature("model", "heartbeat_timeout")
 
     def __init__(
         self, model: str | None = None, *, heartbeat_timeout: float | None = None, **options: Unpack[EngineOptions]

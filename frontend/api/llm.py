@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from headrace.frontend.api.batch import (
     RequestBatch,
@@ -75,7 +75,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    __signature__ = EngineSignature("model", "in_process", "heartbeat_timeout")
+    __signature__: ClassVar[EngineSignature] = EngineSignature("model", "in_process", "heartbeat_timeout")
     _client: EnginePool
 
     def __init__(

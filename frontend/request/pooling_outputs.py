@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 O = TypeVar("O")  # noqa: E741 - vLLM's own name is _O
 
@@ -14,7 +14,8 @@ class PoolingOutput:
 
     def __init__(self, values: memoryview[Any], width: int | None = None) -> None:
         """values: float32; width: of each of several vectors, None for one vector."""
-        self.values, self.width = values, width
+        self.values: memoryview[Any] = values
+        self.width: int | None = width
 
     @property
     def data(self) -> Any:
@@ -39,7 +40,7 @@ class PoolingOutput:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PoolingOutput) and (self.values, self.width) == (other.values, other.width)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
 
 class SeveralOutputs(PoolingOutput):
@@ -77,8 +78,12 @@ class PoolingRequestOutput(Generic[O]):
         error: None = None,
     ) -> None:
         """error: vLLM's field; a request that fails raises its error here."""
-        self.request_id, self.outputs, self.prompt_token_ids = request_id, outputs, prompt_token_ids
-        self.num_cached_tokens, self.finished, self.error = num_cached_tokens, finished, error
+        self.request_id: str = request_id
+        self.outputs: O = outputs
+        self.prompt_token_ids: list[int] = prompt_token_ids
+        self.num_cached_tokens: int = num_cached_tokens
+        self.finished: bool = finished
+        self.error: None = error
 
     def __repr__(self) -> str:
         return (

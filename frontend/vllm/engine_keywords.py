@@ -92,7 +92,7 @@ class EngineOptions(TypedDict, total=False):
     structured_outputs_config: dict[str, Any] | None
     reasoning_config: dict[str, Any] | None
     stream_interval: int | str | None
-    logits_processors: Sequence[str] | str | None
+    logits_processors: Sequence[str | type[Any]] | str | None
     scheduler_cls: str | None
     enable_lora: bool | None
     max_loras: int | None

@@ -115,7 +115,7 @@ class EngineArgs(metaclass=_Defaults):
             return NotImplemented
         return _parsed(vars(self)) == _parsed(vars(other))
 
-    __hash__ = None  # type: ignore[assignment]  # attributes may change
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # attributes may change
 
     @staticmethod
     def add_cli_args(parser: P, async_args_only: bool = False) -> P:
