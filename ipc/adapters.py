@@ -60,8 +60,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
 
 
 class Adapters(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """All registered adapters, in the order of registration. Sent to every client on each change, and the reply to
-    ListAdapters."""
+    """All registered adapters, in the order of registration: the reply to ListAdapters. Also sent to every client when
+    one comes, leaves, is pinned or has other content; not when one only leaves the memory or returns to it."""
 
     adapters: tuple[AdapterInfo, ...] = ()
 

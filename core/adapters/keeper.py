@@ -419,8 +419,9 @@ class AdapterKeeper:
     def _drop_if_gone(self, version: Version) -> None:
         """Frees the slot of a version that no new request can get, and that none has."""
         adapter = version.adapter
-        is_awaited = any(adapter in wait.adapters for wait in self._waits.values())
-        if not (adapter.is_registered or version.num_users or is_awaited) and version not in self._dropped:
+        if adapter.is_registered or version.num_users or version in self._dropped:
+            return
+        if not any(adapter in wait.adapters for wait in self._waits.values()):
             self._dropped.append(version)
             self.is_due = True
 

@@ -7,6 +7,7 @@ between different adapters, and that no slot changes under a row.
 from __future__ import annotations
 
 import json
+import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -19,11 +20,13 @@ from engine_parts import VOCAB_SIZE, SteppedClient, SteppedCore, make_plan
 from multiproc_parts import wait_until
 
 from headrace.core.adapters.loader import AdapterLoader
+from headrace.core.engine.engine import EngineThread
 from headrace.core.options.engine_options import Options
 from headrace.core.schedule.scheduler import LOOKED_PAST, MOST_STEPS_PASSED
 from headrace.executor.testing.null import NullExecutor
 from headrace.ipc.adapters import AdapterFacts, AdapterInfo, Adapters, AdapterStats, AdapterUse, KeyAdapter
 from headrace.ipc.control import (
+    ASLEEP,
     AdapterCommand,
     ListAdapters,
     LoadAdapter,
@@ -33,7 +36,20 @@ from headrace.ipc.control import (
     UnloadAdapter,
 )
 from headrace.ipc.failure import ModelError, OptionError
-from headrace.ipc.messages import Abort, Control, EngineStats, Finish, FinishReason, GetStats, Goodbye, Reply
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    Abort,
+    Control,
+    CoreMessage,
+    EngineStats,
+    Finish,
+    FinishReason,
+    GetStats,
+    Goodbye,
+    Hello,
+    Reply,
+    Welcome,
+)
 from headrace.ipc.prefix_names import PrefixKey, prefix_names
 from headrace.ipc.wait import WaitTimeoutError
 
@@ -293,6 +309,40 @@ def test_every_client_sees_each_load_and_unload_before_its_answer(folders: list[
     heard = [each for each in one.heard if isinstance(each, Adapters)]
     assert [each.name for each in heard[-1].adapters] == ["b"]
     assert why(failed(core, *uses("a"))) == "there is no adapter a; known: b"
+
+
+def test_a_client_that_comes_later_is_welcomed_with_all_adapters(folders: list[str]) -> None:
+    engine = EngineThread(Options(enable_lora=True, max_loras=3, skip_tokenizer_init=True), Counting(Options()))
+    try:
+        heard: queue.Queue[CoreMessage] = queue.Queue()
+        number = engine.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), heard.put)
+        welcome = heard.get(timeout=60)
+        assert isinstance(welcome, Welcome)
+        assert (welcome.max_loras, welcome.adapters) == (3, ())
+        engine.port.receive(number, Control(call=1, command=LoadAdapter(name="a", path=folders[0])))
+        changed, reply = (heard.get(timeout=60) for _ in range(2))
+        assert isinstance(reply, Reply)
+        assert isinstance(changed, Adapters)
+        assert changed.adapters == (reply.result,)
+        engine.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), heard.put)
+        welcome = heard.get(timeout=60)
+        assert isinstance(welcome, Welcome)
+        assert welcome.adapters == (reply.result,)
+    finally:
+        engine.stop()
+
+
+def test_a_sleeping_engine_loads_no_adapter_and_lists_them(folders: list[str]) -> None:
+    core = Core()
+    client = core.open()
+    load(core, client, "a", folders[0])
+    core.loop._controller.asleep = ASLEEP
+    reply = order(core, client, LoadAdapter(name="b", path=folders[1]))
+    assert reply.failure is not None
+    assert reply.failure.type == "EngineAsleepError"
+    assert [each.name for each in _listed(core, client)] == ["a"]
+    core.loop._controller.asleep = frozenset()
+    assert ask(core, *uses("a")) == ask(Core(), *uses("a", path=folders[0]))
 
 
 def _listed(core: Core, client: SteppedClient) -> tuple[AdapterInfo, ...]:
