@@ -17,6 +17,7 @@ from headrace.frontend.vllm import modules as vllm_modules
 
 if TYPE_CHECKING:
     from headrace.executor.models.registry import ModelRegistry
+    from headrace.frontend.adapters.lora_request import LoRARequest
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.frontend.api.llm import LLM, connect
@@ -75,6 +76,7 @@ _HOMES = {
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
     "LLMEngine": "frontend.vllm.llm_engine",
+    "LoRARequest": "frontend.adapters.lora_request",
     "Logprob": "frontend.request.outputs",
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
@@ -121,6 +123,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "HeadraceError",
     "InvalidRequestError",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "ModelRegistry",

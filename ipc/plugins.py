@@ -17,6 +17,9 @@
     [project.entry-points."headrace.cache_kinds"]       # a class under the name that a mixer's `cache_kind` has:
     chunks = "chunked.cache:Chunks"                     # (core/schedule/groups/group.py)
 
+    [project.entry-points."headrace.lora_resolvers"]    # a class or object that finds adapters by name
+    shelf = "shelf.resolver:Shelf"                      # (frontend/adapters/resolver.py)
+
 A plugin is loaded when an option names it; plugins that are families are loaded when Headrace has no family for a
 model's architecture. A broken plugin is reported where it is needed, and does not affect the others.
 """
@@ -43,6 +46,7 @@ LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processor
 STEP_FEATURES_GROUP = "headrace.step_features"
 ROW_INPUTS_GROUP = "headrace.row_inputs"
 CACHE_KINDS_GROUP = "headrace.cache_kinds"
+LORA_RESOLVERS_GROUP = "headrace.lora_resolvers"
 logger = logging.getLogger(__name__)
 
 
@@ -87,6 +91,11 @@ def cache_kind_entries() -> list[EntryPoint]:
     return sorted(_installed(CACHE_KINDS_GROUP), key=lambda entry: entry.name)
 
 
+def lora_resolver_entries() -> list[EntryPoint]:
+    """Installed resolvers of LoRA adapters, sorted by name."""
+    return sorted(_installed(LORA_RESOLVERS_GROUP), key=lambda entry: entry.name)
+
+
 def _installed(group: str) -> list[EntryPoint]:
     return _installed_on(tuple(sys.path))[group]
 
@@ -101,7 +110,7 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     return {
         group: list(installed.select(group=group))
         for group in (
-            *(GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, CACHE_KINDS_GROUP),
+            *(GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, CACHE_KINDS_GROUP, LORA_RESOLVERS_GROUP),
             *LOGITS_PROCESSORS_GROUPS,
         )
     }

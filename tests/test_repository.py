@@ -45,6 +45,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
+            "huggingface_hub",  # LoRA adapters that a server fetches by name
             "mcp",  # an extra: tools of /v1/responses
             "opentelemetry",  # an extra: traces
         },
@@ -90,7 +91,7 @@ WITHIN = frozenset(
             ),
             *(
                 f"frontend/http/apis/{api}"
-                for api in ("anthropic", "development", "health", "ollama", "openai", "pooling", "scaling")
+                for api in ("adapters", "anthropic", "development", "health", "ollama", "openai", "pooling", "scaling")
             ),
         ),
     )

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import default_params, params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
@@ -23,8 +24,10 @@ from headrace.frontend.client.engine_metrics import Metric
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, parse_own
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport
+from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.discovery import Discovery
+from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
@@ -66,7 +69,7 @@ _TOKENIZE_INLINE_CHARACTERS = 16384
 _DRAIN_LOOK_S = 0.02
 
 
-class AsyncLLM(AsyncControls, NamesWhatIsMissing):
+class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
     """A language model for one asyncio loop.
 
         async with AsyncLLM() as llm:
@@ -170,7 +173,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -187,18 +190,20 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         outputs. Raises InvalidRequestError (also for a `request_id` that is running), QueueFullError,
         RequestFailedError.
         """
-        check_arguments("generate", {"lora_request": lora_request, **others})
+        check_arguments("generate", others)
         how = tokenization_of(tokenization_kwargs)
         if isinstance(prompt, AsyncGenerator):
             if data_parallel_rank is not None:
                 raise InvalidRequestError("data_parallel_rank is of whole prompts: leave it out for one in pieces")
-            pieces = self._generate_from_pieces(prompt, sampling_params, request_id, priority, how)
+            pieces = self._generate_from_pieces(prompt, sampling_params, request_id, priority, how, lora_request)
             async with contextlib.aclosing(pieces):
                 async for output in pieces:
                     yield output
             return
         origin = self._origin(trace_headers)
-        stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how, origin)
+        stream = await self._submit(
+            prompt, sampling_params, request_id, priority, data_parallel_rank, how, origin, lora_request
+        )
         try:
             async for output in stream:
                 yield output
@@ -210,14 +215,14 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         prompt: Any,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yields one output: the prompt's vectors, as `pooling_params` ask for them. Errors are those of `generate`."""
-        check_arguments("encode", {"lora_request": lora_request, **others})
+        check_arguments("encode", others)
         origin = self._origin(trace_headers)
         how, client = tokenization_of(tokenization_kwargs), await self._ready()
         parsed = parse_single_prompt(prompt)
@@ -225,6 +230,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         tokenized = functools.partial(tokenize_to_pool, [parsed], [params], client.tokenizer, how, client.welcome)
         is_long = len(parsed.text or "") > _TOKENIZE_INLINE_CHARACTERS
         await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
+        await client.adapters.give([parsed], lora_request)
         name = str(next(self._request_ids)) if request_id is None else request_id
         stream: Any = client.submit(_traced(check(name, parsed, params, client, priority), origin))
         try:
@@ -239,6 +245,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         prompt: Any,
         params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -249,7 +256,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         check_arguments("add_request", others)
         how = tokenization_of(tokenization_kwargs)
         origin = self._origin(trace_headers)
-        return await self._submit(prompt, params, request_id, priority, data_parallel_rank, how, origin)
+        return await self._submit(prompt, params, request_id, priority, data_parallel_rank, how, origin, lora_request)
 
     async def _generate_from_pieces(
         self,
@@ -258,6 +265,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         request_id: str | None,
         priority: int,
         how: Tokenization,
+        lora: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._ready()
         name = str(next(self._request_ids)) if request_id is None else request_id
@@ -267,6 +275,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         async def prompt_of(piece: Any) -> Prompt:
             parsed = parse_single_prompt(piece)
             await _tokenize(parsed, client, how)
+            await client.adapters.give([parsed], lora)
             return parsed
 
         session = self._sessions[name] = StreamingSession(client, name, priority, prompt_of)
@@ -287,10 +296,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         rank: int | None,
         how: Tokenization = DEFAULT_TOKENIZATION,
         origin: Origin | None = None,
+        lora: LoRARequest | None = None,
     ) -> RequestStream:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client, how)
+        await client.adapters.give([parsed], lora)
         kind = RequestOutputKind.CUMULATIVE
         if isinstance(sampling_params, SamplingParams):
             kind = sampling_params.output_kind
@@ -312,12 +323,11 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers one conversation. `template_options` are those of `LLM.chat`, the rest is as in `generate`."""
-        check_arguments("chat", {"lora_request": lora_request})
         how = tokenization_of(template_options.pop("tokenization_kwargs", None))
         parsers = take_parsers(template_options)
         options = chat_options(template_options)
@@ -330,23 +340,23 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         how.apply(prompt, await self.engine())
         if reader.is_strict:
             sampling_params = reader.constrain(prompt, sampling_params or await self.get_default_sampling_params())
-        outputs = self.generate(prompt, sampling_params, request_id, priority=priority)
+        outputs = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 reader.read(output, is_delta=is_delta)
                 yield output
 
     async def beam_search(
-        self, prompt: Any, request_id: str | None, params: BeamSearchParams, lora_request: None = None
+        self, prompt: Any, request_id: str | None, params: BeamSearchParams, lora_request: LoRARequest | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields one RequestOutput whose outputs are the likeliest continuations, best first (see beam_search.py).
 
         Raises as `generate` does.
         """
-        check_arguments("beam_search", {"lora_request": lora_request})
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client)
+        await client.adapters.give([parsed], lora_request)
         (found,) = await beam_search(client, [parsed], params, self._request_ids)
         name = str(next(self._request_ids)) if request_id is None else request_id
         yield as_request_output(name, parsed, found, params, client)
@@ -361,6 +371,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         for name in names:
             if name in self._sessions:
                 self._sessions[name].abort()
+
+    async def _fleet_adapters(self) -> FleetAdapters:
+        return (await self._ready()).adapters
 
     async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
         return await (await self._ready()).get_metrics(prefix)

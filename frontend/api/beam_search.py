@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import RequestBatch, checked_requests
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.request.checks import check
@@ -70,7 +71,7 @@ class BeamSearchSequence:
     """Token ids of prompt and output, including an end-of-sequence token."""
     logprobs: list[LogprobsOfPosition]
     """For each output token, the 2 * beam_width candidates of its position."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
     text: str | None = None
     """The text of the whole sequence; None without a tokenizer."""
@@ -146,12 +147,15 @@ class _Search:
         self._prompt = prompt
         token_ids = list(prompt.token_ids or ())
         self._asked = tokens_input(token_ids, prompt=prompt.text, cache_salt=prompt.cache_salt or None)
-        self.beams = [BeamSearchSequence(self._asked, token_ids, [])]
+        self.beams = [BeamSearchSequence(self._asked, token_ids, [], prompt.lora_request)]
         self._params, self._eos_token_ids = params, eos_token_ids
         self._complete: list[BeamSearchSequence] = []
 
     def prompt_of(self, beam: BeamSearchSequence) -> Prompt:
-        return Prompt(token_ids=beam.tokens, cache_salt=self._prompt.cache_salt, inputs=self._prompt.inputs)
+        prompt = self._prompt
+        return Prompt(
+            token_ids=beam.tokens, cache_salt=prompt.cache_salt, inputs=prompt.inputs, adapters=prompt.adapters
+        )
 
     def extend(self, logprobs: Sequence[Sequence[LogprobsOfPosition]]) -> None:
         """Extends every beam by one token. logprobs: for each beam, a list with its next position alone."""
@@ -162,6 +166,7 @@ class _Search:
                     self._asked,
                     [*beam.tokens, token_id],
                     [*beam.logprobs, position],
+                    beam.lora_request,
                     cum_logprob=beam.cum_logprob + logprob.logprob,
                 )
                 if token_id in self._eos_token_ids:
@@ -199,6 +204,7 @@ def as_request_output(
                 cumulative_logprob=sequence.cum_logprob,
                 logprobs=sequence.logprobs,
                 finish_reason=sequence.finish_reason,
+                lora_request=sequence.lora_request,
             )
         )
     return RequestOutput(
@@ -207,6 +213,7 @@ def as_request_output(
         prompt_token_ids=list(prompt.token_ids or ()),
         outputs=outputs,
         finished=True,
+        lora_request=prompt.lora_request,
     )
 
 

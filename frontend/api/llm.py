@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import (
     RequestBatch,
     SharedBar,
@@ -31,6 +32,7 @@ from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, pa
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import MemoryTransport, Transport
 from headrace.frontend.fleet.discovery import Discovery
+from headrace.frontend.fleet.lora_controls import LoRAControls
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
     from headrace.ipc.messages import Welcome
 
 
-class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
+class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
     """A language model to call. Thread-safe; a context manager; closes when it is garbage-collected or Python exits.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
@@ -181,7 +183,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
@@ -190,6 +192,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
 
         A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
         `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's defaults apply.
+        `lora_request` names an adapter for all prompts, or one (or None) for each.
         `use_tqdm` may be a callable that makes the progress bar, and `tokenization_kwargs` has the fields of
         prompts.py:Tokenization. `others` are vLLM's further arguments; each must be None or a value that has no
         effect.
@@ -198,8 +201,9 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         sample; RequestFailedError; QueueFullError.
         """
         self._check_usable()
-        check_arguments("generate", {"lora_request": lora_request, **others})
+        check_arguments("generate", others)
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
+        self._use_loras(parsed, lora_request)
         return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
     def _requests(
@@ -227,7 +231,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
         **template_options: Any,
@@ -242,8 +246,8 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         fit the schemas of all tools. Raises as `generate` does.
         """
         self._check_usable()
-        check_arguments("chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
+        self._use_loras(prompts, lora_request)
         sampling_params = self._strict(prompts, readers, sampling_params)
         outputs = self._run(self._requests(prompts, sampling_params, priority), use_tqdm)
         for reader, output in zip(readers, outputs, strict=True):
@@ -255,7 +259,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
         **template_options: Any,
@@ -263,8 +267,8 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         """Submits conversations and returns their request ids, as `enqueue` does for prompts. Arguments and errors are
         those of `chat`."""
         self._check_usable()
-        check_arguments("enqueue_chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
+        self._use_loras(prompts, lora_request)
         return self._enqueue(prompts, readers, self._strict(prompts, readers, sampling_params), priority)
 
     def _strict(
@@ -301,7 +305,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -312,8 +316,9 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         Arguments and errors are those of `generate`. use_tqdm, in vLLM a progress bar of the submission, is unused.
         """
         self._check_usable()
-        check_arguments("enqueue", {"lora_request": lora_request, **others})
+        check_arguments("enqueue", others)
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
+        self._use_loras(parsed, lora_request)
         return self._enqueue(parsed, [None] * len(parsed), sampling_params, priority)
 
     def _enqueue(
@@ -348,7 +353,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         self,
         prompts: Any,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -357,8 +362,8 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         concurrency_limit: how many prompts are searched at a time; None means all.
         """
         self._check_usable()
-        check_arguments("beam_search", {"lora_request": lora_request})
         parsed = self._tokenized(parse_prompts(prompts))
+        self._use_loras(parsed, lora_request)
         at_once = len(parsed) if concurrency_limit is None else concurrency_limit
         if at_once < 1 and parsed:
             raise InvalidRequestError(f"concurrency_limit = {concurrency_limit}: must be at least 1")
@@ -371,7 +376,13 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         return found
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0, **others: Any
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        **others: Any,
     ) -> SyncStream:
         """Streams the completion of one prompt: an iterator of RequestOutputs that each hold only the new part (DELTA),
         where `AsyncLLM.generate` yields all text so far unless `output_kind` asks for deltas.
@@ -379,7 +390,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         Closing it (or leaving its `with` block, or dropping it) aborts the request. Raises as `generate` does.
         """
         check_arguments("stream", others)
-        request = self._prepare(None, prompt, sampling_params, RequestOutputKind.DELTA, priority)
+        request = self._prepare(None, prompt, sampling_params, RequestOutputKind.DELTA, priority, lora=lora_request)
         return SyncStream(self._background, self._client, request)
 
     def start_request(
@@ -390,13 +401,14 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         priority: int,
         put: Put,
         how: Tokenization = DEFAULT_TOKENIZATION,
+        lora: LoRARequest | None = None,
     ) -> Pump:
         """Submits one prompt; the client's thread calls `put` with each output (see sync_stream.py).
 
         Outputs are cumulative unless `sampling_params.output_kind` says otherwise. Raises as `generate` does.
         """
         kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
-        request = self._prepare(request_id, prompt, sampling_params, kind, priority, how)
+        request = self._prepare(request_id, prompt, sampling_params, kind, priority, how, lora)
         pump = Pump(self._background, self._client, put)
         pump.start(request)
         return pump
@@ -494,10 +506,12 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         kind: RequestOutputKind,
         priority: int,
         how: Tokenization = DEFAULT_TOKENIZATION,
+        lora: LoRARequest | None = None,
     ) -> CheckedRequest:
         """A request with one prompt and this output kind, of the next id for None."""
         self._check_usable()
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
+        self._use_loras([parsed], lora)
         (params,) = params_for(sampling_params, self._client.welcome, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
         return self._traced(check(name, parsed, params, self._client, priority))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_requests
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.request.lists import elements
@@ -50,7 +51,7 @@ class PoolingCalls:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
         priority: int | Sequence[int] | None = None,
@@ -80,7 +81,7 @@ class PoolingCalls:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -89,12 +90,13 @@ class PoolingCalls:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The vectors of each prompt, in order. pooling_task: what they are, by default the model's first task; several
         tasks, joined by `&`, are computed at once. The rest is as in `embed`."""
-        check_arguments("encode", {"lora_request": lora_request, **others})
+        check_arguments("encode", others)
         client = self._pooling_client("LLM.encode() and LLM.embed()")
         parsed = parse_prompts(prompts)
         params = pooling_params_for(pooling_params, len(parsed), pooling_task, truncate_prompt_tokens)
         how = tokenization_of(tokenization_kwargs)
         tokenize_to_pool(parsed, params, client.tokenizer, how, client.welcome)
+        self._use_loras(parsed, lora_request)
         return self._pool(parsed, params, priority, use_tqdm)
 
     def classify(
@@ -128,7 +130,7 @@ class PoolingCalls:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
         **others: Any,
@@ -136,7 +138,7 @@ class PoolingCalls:
         """The score of each pair of texts, 1:1, 1:N or N:N: of a classifier with one label, which reads both, or the
         similarity of their embeddings. truncate_prompt_tokens: as in `embed`, of both texts together for a classifier.
         Raises InvalidRequestError before any request runs."""
-        check_arguments("score", {"lora_request": lora_request, **others})
+        check_arguments("score", others)
         client = self._pooling_client("LLM.score()")
         pairs, task = paired(data_1, data_2), scoring_task(client.welcome)
         how = tokenization_of(tokenization_kwargs)
@@ -146,6 +148,7 @@ class PoolingCalls:
                 texts,
                 pooling_params,
                 use_tqdm=use_tqdm,
+                lora_request=lora_request,
                 pooling_task=task,
                 tokenization_kwargs=tokenization_kwargs,
                 truncate_prompt_tokens=truncate_prompt_tokens,
@@ -153,10 +156,11 @@ class PoolingCalls:
             return compared(pairs, dict(zip(texts, embedded, strict=True)), client.welcome)
         if task == "token_embed":
             (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
-            return self._late_scores(pairs, params, how, use_tqdm)
+            return self._late_scores(pairs, params, how, use_tqdm, lora_request)
         (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
         most = most_tokens(how, params, client.welcome)
         prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how)
+        self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 
@@ -166,18 +170,25 @@ class PoolingCalls:
         params: PoolingParams,
         how: Tokenization,
         use_tqdm: bool | Callable[..., Any],
+        lora_request: Any,
     ) -> list[ScoringRequestOutput]:
         client = self._client
         queries = list(dict.fromkeys(query for query, _ in pairs))
-        embedded = self._pool(
-            late_prompts(queries, params, client, how, QUERY), [params] * len(queries), None, use_tqdm
-        )
+        asked = late_prompts(queries, params, client, how, QUERY)
+        self._use_loras(asked, lora_request)
+        embedded = self._pool(asked, [params] * len(queries), None, use_tqdm)
         of_query = {query: each.outputs for query, each in zip(queries, embedded, strict=True)}
         prompts = late_prompts([document for _, document in pairs], params, client, how, DOCUMENT)
         for prompt, (query, _) in zip(prompts, pairs, strict=True):
             compare_with(prompt, of_query[query])
+        self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]
+
+    def _use_loras(self, prompts: Sequence[Prompt], lora_request: Any) -> None:
+        """Gives prompts the adapters of the argument `lora_request`. Raises HeadraceError."""
+        if lora_request is not None:
+            self._background.run(self._client.adapters.give(prompts, lora_request))
 
     def _pooling_client(self, what: str) -> EnginePool:
         """The client, once it can be used. Raises InvalidRequestError for a model that does not pool."""

@@ -109,7 +109,12 @@ class StreamingSession:
         new = await self._prompt_of(piece.prompt)
         if new.inputs:
             raise InvalidRequestError("prompt_embeds not supported for streaming inputs")
-        prompt = Prompt(token_ids=[*self._token_ids, *(new.token_ids or ())], cache_salt=new.cache_salt)
+        prompt = Prompt(
+            token_ids=[*self._token_ids, *(new.token_ids or ())],
+            cache_salt=new.cache_salt,
+            adapters=new.adapters,
+            lora_request=new.lora_request,
+        )
         stream = self._client.submit(check(self._request_id, prompt, params, self._client, self._priority))
         told, logprob = self._told, self._logprob
         try:

@@ -156,6 +156,7 @@ class LineAnswers:
         request = self._decoder.decode(body, ResponsesRequest)
         _check_whole(request, ("stream", "stream_options", "background"))
         check_request(request, self._parts.store)
+        self._engine_for(request.model)
         return request
 
     def _prepared(self, url: str, body: bytes, request_id: str) -> PreparedRequest:

@@ -32,6 +32,7 @@ from headrace.frontend.http.apis.responses.store import ResponseStore
 from headrace.frontend.http.apis.responses.tool_servers import ToolServers
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.event_stream import KeepAlive
 from headrace.frontend.http.server.exchange import LargeBodies
@@ -79,7 +80,7 @@ class BatchRun:
         options: ServeOptions = DEFAULTS,
     ) -> None:
         """Results are written in the order of the input, or, with `as_completed`, when they are ready. options: those
-        of a server's group CHAT apply. Raises OptionError for a template or a format that is none."""
+        of a server's groups CHAT and ADAPTERS apply. Raises OptionError for a template or a format that is none."""
         self._path, self._results, self._max_concurrency = path, results, max_concurrency
         self._as_completed = as_completed
         self._waiting: dict[int, BatchResult | None] = {}  # results, by position, that wait for earlier ones
@@ -96,15 +97,17 @@ class BatchRun:
         try:
             pool.meters = self._pages
             await pool.open(CONNECT_TIMEOUT_S)
+            finder = AdapterFinder(pool, self._options)
+            await finder.load_modules()
             capacity = sum(each.client.welcome.max_num_seqs for each in pool.engines if each.client is not None)
             with self._progress():
-                await self._run_lines(pool, self._max_concurrency or 2 * capacity)
+                await self._run_lines(pool, finder, self._max_concurrency or 2 * capacity)
         finally:
             await pool.close(STOP_DEADLINE_S)
         self._say_summary()
         return 1 if self._fails_on_error and (self._num_failed or self._results.num_errors) else 0
 
-    async def _run_lines(self, pool: EnginePool, bound: int) -> None:
+    async def _run_lines(self, pool: EnginePool, finder: AdapterFinder, bound: int) -> None:
         # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in another process.
         options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
         chat = ChatParts(options, self._template, trusts_requests=True)
@@ -117,7 +120,7 @@ class BatchRun:
             RequestDecoder(strict=False, others=known_fields()),
             lambda model: self._engine_for(pool, model),
             done=[self._results],
-            prepare=lambda body, make: self._prepare(pool, body, make),
+            prepare=lambda body, make: finder.twice(lambda: self._prepare(pool, body, make)),
         )
         try:
             await answers.run(read_lines(self._path), asyncio.Semaphore(bound), self._record)

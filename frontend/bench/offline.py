@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
 from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, metric_table, number, percentile, summary
@@ -107,12 +108,12 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
             sampling_params(asked.n, request.output_len, detokenize=not asked.disable_detokenize)
             for request in requests
         ]
-        prompts = [request.prompt for request in requests]
-        if asked.num_warmups:
-            llm.generate(prompts[: asked.num_warmups], params[: asked.num_warmups], use_tqdm=False)
+        prompts, loras = [request.prompt for request in requests], adapters_for(asked.lora_path, options, len(requests))
+        if (warm := asked.num_warmups) > 0:
+            llm.generate(prompts[:warm], params[:warm], use_tqdm=False, lora_request=loras and loras[:warm])
             llm.reset_prefix_cache()
         began_s = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=shows_progress(result))
+        outputs = llm.generate(prompts, params, use_tqdm=shows_progress(result), lora_request=loras)
         elapsed_s = time.perf_counter() - began_s
         record["engine"] = engine_facts(llm)
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
@@ -145,6 +146,14 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
     }
     print(throughput_table(record["results"]))
     return finish(record, result)
+
+
+def adapters_for(path: str | None, options: Options, count: int) -> list[LoRARequest] | None:
+    """An adapter for each of `count` requests, in turns under max_loras names; None for no path."""
+    if path is None:
+        return None
+    named = [LoRARequest(f"lora-{number}", number, path) for number in range(1, options.max_loras + 1)]
+    return [named[number % len(named)] for number in range(count)]
 
 
 def throughput_table(figures: dict[str, Any]) -> str:

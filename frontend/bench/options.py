@@ -102,6 +102,13 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     insecure: Annotated[bool, Option(TARGET, "Do not check the server's certificate")] = False
     model: Annotated[str | None, Option(TARGET, "The model's name", default_text="the first that it serves")] = None
     served_model_name: Annotated[str | None, Option(TARGET, "The name to ask for, where it differs from model")] = None
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Option(TARGET, "The server's LoRA adapters: each request names one as its model"),
+    ] = ()
+    lora_assignment: Annotated[
+        Literal["random", "round-robin"], Option(TARGET, "How requests are spread over lora_modules")
+    ] = "random"
     tokenizer: Annotated[
         str | None,
         Option(
@@ -218,6 +225,13 @@ class LatencyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the offline throughput benchmark."""
 
+    lora_path: Annotated[
+        str | None,
+        Option(
+            RUN,
+            "A LoRA adapter for all requests, under max_loras names between which they are spread. Needs enable_lora",
+        ),
+    ] = None
     n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
     num_warmups: Annotated[int, Option(RUN, "Requests before, not counted", "requests", minimum=0)] = 0
     disable_detokenize: Annotated[bool, Option(RUN, "Token ids alone; no text")] = False

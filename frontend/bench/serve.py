@@ -158,6 +158,16 @@ def target_of(options: TargetOptions) -> Target:
     )
 
 
+def models_of(asked: ServingRun, model: str, count: int) -> list[str]:
+    """The model that each of `count` requests names: one of the adapters, if there are any."""
+    adapters = asked.target.lora_modules
+    if not adapters:
+        return [model] * count
+    if asked.target.lora_assignment == "round-robin":
+        return [adapters[number % len(adapters)] for number in range(count)]
+    return random.Random(asked.workload.seed).choices(adapters, k=count)
+
+
 def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:
     """The body of the request, before its encoding as JSON."""
     fields = {name: value for name in _SAMPLED if (value := getattr(asked.sampling, name)) is not None}
@@ -214,9 +224,10 @@ async def _run(
         model = _model_of(asked.target, models, target)
         path = asked.target.endpoint or _PATHS[asked.target.backend]
         encoder = msgspec.json.Encoder()
+        models_asked = models_of(asked, model, len(requests))
         bodies = [
-            target.post(path, encoder.encode(body_of(asked, model, request)), _request_id(asked.target, number))
-            for number, request in enumerate(requests)
+            target.post(path, encoder.encode(body_of(asked, name, request)), _request_id(asked.target, number))
+            for number, (name, request) in enumerate(zip(models_asked, requests, strict=True))
         ]
         if asked.traffic.num_warmups:
             warmup = [bodies[at % len(bodies)] for at in range(asked.traffic.num_warmups)]

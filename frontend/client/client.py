@@ -10,6 +10,8 @@ import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace import __version__
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, is_local, listener_of
@@ -21,6 +23,7 @@ from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.prompts import ModelFacts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
+from headrace.ipc.adapters import AdapterInfo, Adapters
 from headrace.ipc.failure import (
     EngineDeadError,
     Failure,
@@ -82,6 +85,9 @@ class CoreListener:
     def on_welcome(self, welcome: Welcome) -> None:
         """The core has sent another Welcome, as it has loaded other weights."""
 
+    def on_adapters(self, infos: Sequence[AdapterInfo]) -> None:
+        """The core's registry of adapters has changed; the Welcome has it too."""
+
 
 class CoreClient(AsyncControls):
     """Submits requests and returns their streams; sends commands and waits for the replies.
@@ -136,6 +142,7 @@ class CoreClient(AsyncControls):
             self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
             self._process = EngineProcess.find(self.welcome.pid)
             self.requests.stream_interval = self.welcome.stream_interval
+            self._note_adapters()
             if with_tokenizer:
                 await self._get_tokenizer(timeout_s)
         except BaseException:
@@ -291,6 +298,8 @@ class CoreClient(AsyncControls):
             self._on_reply(message)
         elif isinstance(message, Welcome):
             self._on_welcome(message)
+        elif isinstance(message, Adapters):
+            self._on_adapters(message)
         elif isinstance(message, Refused):
             self._on_refused(message)
         elif isinstance(message, Draining):
@@ -312,6 +321,17 @@ class CoreClient(AsyncControls):
             return
         self.welcome = message
         self.listener.on_welcome(message)
+
+    def _on_adapters(self, message: Adapters) -> None:
+        if self._welcome is None or not self._welcome.done():
+            return  # the Welcome that follows has them
+        self.welcome = msgspec.structs.replace(self.welcome, adapters=message.adapters)
+        self._note_adapters()
+        self.listener.on_adapters(message.adapters)
+
+    def _note_adapters(self) -> None:
+        # Of several paths of a name, the first is meant by the name alone.
+        self.requests.adapters = {info.name: info.path for info in reversed(self.welcome.adapters)}
 
     def _on_closed(self, failure: Failure) -> None:
         if self._cause_grace_s:

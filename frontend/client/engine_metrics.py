@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,25 @@ def of_experts(name: str) -> Callable[[EngineStats], float | None]:
 def of_work(name: str) -> Callable[[EngineStats], float | None]:
     """A function that reads one field of the estimated work."""
     return lambda stats: None if stats.work is None else float(getattr(stats.work, name))
+
+
+def of_adapters(name: str) -> Callable[[EngineStats], float | None]:
+    """A function that reads one field of the statistics of adapters."""
+    return lambda stats: None if stats.adapters is None else float(getattr(stats.adapters, name))
+
+
+LORA_INFO = "lora_requests_info"
+
+
+def lora_labels(stats: EngineStats) -> dict[str, str] | None:
+    """The labels of LORA_INFO, a gauge whose value is the time; None without enable_lora."""
+    if (adapters := stats.adapters) is None:
+        return None
+    return {
+        "max_lora": str(adapters.max_loras),
+        "waiting_lora_adapters": ",".join(adapters.waiting),
+        "running_lora_adapters": ",".join(adapters.running),
+    }
 
 
 ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]], ...] = (
@@ -86,6 +106,12 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
     ),
     ("counter", "estimated_read_bytes_per_gpu", "Bytes of weights and cache that it reads.", of_work("read_bytes")),
     ("counter", "estimated_write_bytes_per_gpu", "Bytes that it writes into the cache.", of_work("write_bytes")),
+    ("gauge", "adapters_registered", "LoRA adapters that requests may name.", of_adapters("num_registered")),
+    ("gauge", "adapters_loaded", "Versions of adapters in memory.", of_adapters("num_loaded")),
+    ("counter", "adapter_loads", "Adapters read from their files.", of_adapters("num_loads")),
+    ("counter", "adapter_load_failures", "Those that could not be read.", of_adapters("num_failed_loads")),
+    ("counter", "adapter_load_seconds", "Time of all loads, beside the steps.", of_adapters("load_s")),
+    ("counter", "adapter_evictions", "Adapters that made room for others.", of_adapters("num_evictions")),
 )
 """Kind, name, help, and a function that reads the value: None if the engine does not have the metric."""
 
@@ -208,6 +234,8 @@ def engine_metrics(
         metric = Gauge if kind == "gauge" else Counter
         for value_of_label, count in values(stats).items():
             found.append(metric(name=f"{prefix}:{name}", labels={**labels, label: value_of_label}, value=count))
+    if (of_loras := lora_labels(stats)) is not None:
+        found.append(Gauge(name=f"{prefix}:{LORA_INFO}", labels={**labels, **of_loras}, value=time.time()))
     accepted = list(stats.num_accepted_tokens_per_pos)
     found.append(Vector(name=f"{prefix}:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=accepted))
     for name, _, bounds, counted in ENGINE_HISTOGRAMS:

@@ -56,6 +56,7 @@ class SequenceState:
         "_new_text",
         "_num_read",
         "_text",
+        "adapter_identities",
         "cumulative_logprob",
         "detokenizer",
         "finish_reason",
@@ -86,6 +87,8 @@ class SequenceState:
         """How many of the tokens the detokeniser has processed."""
         self.seed: int | None = None
         """The seed that the core drew, if the request had none."""
+        self.adapter_identities: tuple[str, ...] = ()
+        """The versions of the prompt's adapters that the core uses, once it has started."""
         self.logprob_rows: list[tuple[LogprobRows, int]] = []
         """For each token, its step's log-probabilities and its row in them, if they were requested."""
         self.cumulative_logprob = 0.0
@@ -156,6 +159,7 @@ class SequenceState:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            lora_request=self.stream.prompt.lora_request,
         )
 
     def read_text(self) -> str:
@@ -404,6 +408,7 @@ class RequestStream(OneProcess):
             prompt_logprobs=self.prompt_logprobs,
             outputs=[each.read(delta=delta, tokenizer=self.tokenizer) for each in chosen],
             finished=self._ended,
+            lora_request=self.prompt.lora_request,
             metrics=self.metrics if self._ended else None,
             num_cached_tokens=self.num_cached_tokens,
         )

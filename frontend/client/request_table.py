@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
     SHUT_DOWN,
@@ -57,6 +60,8 @@ class RequestTable:
         self._aborted: dict[int, None] = {}  # slots whose Finish is still to come
         self.stream_interval = 1
         """The engine's stream_interval, from its Welcome."""
+        self.adapters: Mapping[str, str] = {}
+        """The adapters that are registered in the engine: each name's path."""
         self.num_tokens_after_abort = 0
         """Tokens that arrived for requests after they were aborted."""
 
@@ -117,7 +122,7 @@ class RequestTable:
             sequence.slot = first + sequence.index
             if sequence.finish_reason is None:
                 self._sequences[sequence.slot] = sequence
-        for message in _messages_of(stream):
+        for message in _messages_of(stream, self.adapters):
             self._send(message)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -218,6 +223,7 @@ class RequestTable:
                 continue
             if sequence.seed is None:
                 sequence.seed = admitted.seed
+            sequence.adapter_identities = admitted.adapters
             if sequence.index == 0 and not sequence.token_ids:
                 sequence.stream.num_cached_tokens = admitted.num_cached_tokens
         for run in step.prompt_logprobs:
@@ -290,8 +296,8 @@ def _has_mark(finish: Finish) -> bool:
     return finish.reason is FinishReason.STOP and not finish.with_last_token
 
 
-def _messages_of(stream: RequestStream) -> list[AddRequest]:
-    """One message per unfinished output of the request."""
+def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[AddRequest]:
+    """One message per unfinished output of the request. registered: the paths of the engine's adapters, by name."""
     prompt, params, request_id = stream.prompt, stream.params, stream.request_id
     prompt_token_ids = Tensor.of("int32", prompt.token_ids or ())
     messages = []
@@ -313,9 +319,24 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
                 num_resumed_tokens=len(sequence.token_ids),
                 inputs=prompt.inputs,
                 notes_steps=stream.trace is not None and stream.trace.wants_steps,
+                adapters=_uses(prompt.adapters, sequence.adapter_identities, registered),
             )
         )
     return messages
+
+
+def _uses(
+    uses: Sequence[AdapterUse], identities: Sequence[str], registered: Mapping[str, str]
+) -> tuple[AdapterUse, ...]:
+    """The adapters as this engine is asked for them: of the versions that an earlier engine used, and with their paths
+    where it does not have them under these names. A path that came with a request after an unload would register the
+    adapter again."""
+    asked = []
+    for nth, use in enumerate(uses):
+        identity = identities[nth] if nth < len(identities) else ""
+        path = "" if registered.get(use.name) == use.path else use.path
+        asked.append(msgspec.structs.replace(use, path=path, identity=identity))
+    return tuple(asked)
 
 
 def _output_interval(params: SamplingParams, interval: int) -> int:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from headrace.frontend.client.client import CoreClient, CoreListener
 from headrace.frontend.fleet.sources import Source
+from headrace.ipc.adapters import AdapterInfo
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.fleet.adapters import FleetAdapters
     from headrace.frontend.fleet.pool import EnginePool
 
 SILENT_AFTER_S = 5.0
@@ -43,6 +45,11 @@ class Engine(CoreListener):
         self._late_tokens_before = 0
         self.task: asyncio.Task[None] | None = None
         """The task that keeps it connected."""
+
+    @property
+    def adapters(self) -> FleetAdapters:
+        """Of all engines of the pool."""
+        return self._pool.adapters
 
     @property
     def usable(self) -> bool:
@@ -115,3 +122,6 @@ class Engine(CoreListener):
 
     def on_welcome(self, welcome: Welcome) -> None:
         self._pool.changed(self, welcome)
+
+    def on_adapters(self, infos: Sequence[AdapterInfo]) -> None:
+        self._pool.adapters.heard(self, infos)

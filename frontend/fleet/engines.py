@@ -8,8 +8,10 @@ from typing import Any
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.answers import combined
 from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import (
     EngineDeadError,
@@ -19,12 +21,14 @@ from headrace.ipc.failure import (
 from headrace.ipc.messages import EngineStats, Welcome
 
 
-class Engines(AsyncControls):
+class Engines(AsyncControls, AsyncLoRAControls):
     """A table of them. Who changes it calls `_forget_names`."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
         """Sorted by index, which is the data_parallel_rank."""
+        self.adapters = FleetAdapters(self)
+        """Their LoRA adapters."""
         self._by_name: dict[str, Engine] = {}
         self._by_address: dict[str, Engine] = {}  # only engines that were added
         self._only: Engine | None = None
@@ -126,6 +130,9 @@ class Engines(AsyncControls):
         """Calls every engine and combines the answers."""
         answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
         return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def _fleet_adapters(self) -> FleetAdapters:
+        return self.adapters
 
     async def stats_by_engine(self) -> dict[int, EngineStats]:
         there = self._clients

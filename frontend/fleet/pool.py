@@ -332,6 +332,7 @@ class EnginePool(RoutedRequests):
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         others = (each for each in self.engines if each is not engine and {*each.names} & {*engine.names})
         tell_namesakes_apart(engine.name, client.welcome, (each.client.welcome for each in others if each.client))
+        self.adapters.joined(engine)
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
         if client.draining:  # announced before the engine listened
             self.drains(engine)

@@ -138,7 +138,7 @@ class RoutedRequests(Engines, RequestListener):
             Progress(),
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
-            prefix_key=PrefixKey(prompt.cache_salt, inputs=prompt.inputs),
+            prefix_key=PrefixKey(prompt.cache_salt, adapters=self.adapters.key_of(prompt), inputs=prompt.inputs),
             num_outputs=request.params.n,
             priority=request.priority,
             affinity=affinity,

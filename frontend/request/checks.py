@@ -24,6 +24,7 @@ from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Welcome
 from headrace.ipc.row_inputs import PROMPT_EMBEDS
 
+NOT_ENABLED = "LoRA is not enabled: start the engine with enable_lora"
 NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 """In the place of a request's parameters where it pools."""
 
@@ -74,6 +75,7 @@ def check(
     if not isinstance(name, str):
         raise InvalidRequestError(f"request_id must be a string, not {name!r:.100}")
     name, priority = str(name), checked_priority(priority)  # as messages hold them: a name may be of a subclass
+    check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
         return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=_check_pooling(prompt, params, welcome))
     params = params.frozen()
@@ -97,6 +99,17 @@ def check(
     if (thinking := thinking_of(params, prompt, facts.tokenizer, welcome)) is not None:
         tokenized["thinking"] = thinking
     return CheckedRequest(name, prompt, params, priority, room, tokenized)
+
+
+def check_adapters(prompt: Prompt, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for adapters that the engine takes none of, or not so many."""
+    if prompt.adapters and not welcome.max_loras:
+        named = ", ".join(use.name for use in prompt.adapters)
+        raise InvalidRequestError(f"the request asks for the adapter {named!r:.200}, and {NOT_ENABLED}")
+    if (count := sum(use.scale != 0 for use in prompt.adapters)) > max(1, welcome.max_loras):
+        raise InvalidRequestError(
+            f"the request asks for {count} adapters, and max_loras is {welcome.max_loras} (the engine's option)"
+        )
 
 
 class TooLongError(InvalidRequestError):

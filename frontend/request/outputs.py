@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, MutableSequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+if TYPE_CHECKING:
+    from headrace.frontend.adapters.lora_request import LoRARequest
 
 
 @dataclasses.dataclass
@@ -183,7 +186,8 @@ class CompletionOutput:
     """stop, length, repetition or abort; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
+    """The request's."""
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
@@ -210,7 +214,8 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     """Set on the request's last output."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
+    """The adapter that was asked for; None for the model alone."""
     encoder_prompt: None = None
     """This field and the other ones that are always None are vLLM's: encoder-decoder and multimodal models are not
     served, and KV caches are not transferred."""

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import msgspec
 
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.request.embeds import cut, placed
 from headrace.frontend.request.lists import asks_for_nothing, elements
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 from headrace.ipc.row_inputs import RowInput
@@ -99,6 +101,10 @@ class Prompt(msgspec.Struct):
     """What stands in the place of tokens, where `token_ids` has PLACEHOLDER."""
     pool: Mapping[str, Any] = NO_FIELDS
     """Fields of the task `Pool` that are set with the prompt, such as second_text."""
+    adapters: tuple[AdapterUse, ...] = ()
+    """What is added to the model's weights for it."""
+    lora_request: LoRARequest | None = None
+    """The script's object that named the adapter."""
     reasoning: ReasoningFormat | None = None
     """How reasoning is marked in the answer, if the prompt was rendered for a known format."""
     reasoning_has_form: bool = False

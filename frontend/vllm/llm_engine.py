@@ -21,12 +21,14 @@ from headrace.core.options import compilation_config
 from headrace.core.options.parsing import add_options, fill_namespaces, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
+from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.fleet.lora_controls import LoRAControls
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of
@@ -153,7 +155,12 @@ class _Running:
     pump: Pump | None = None
 
 
-_OF_LLM = frozenset({*(name for name in vars(Controls) if not name.startswith("_")), "get_tokenizer", "engine"})
+_OF_LLM = frozenset(
+    {
+        *(name for each in (Controls, LoRAControls) for name in vars(each) if not name.startswith("_")),
+        *("get_tokenizer", "engine"),
+    }
+)
 
 
 class LLMEngine(OneProcess):
@@ -187,6 +194,7 @@ class LLMEngine(OneProcess):
         prompt: Any,
         params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         **others: Any,
@@ -204,7 +212,7 @@ class LLMEngine(OneProcess):
             self._news.put((running, item))
 
         how = tokenization_of(tokenization_kwargs)
-        running.pump = self._llm.start_request(request_id, prompt, params, priority, put, how)
+        running.pump = self._llm.start_request(request_id, prompt, params, priority, put, how, lora_request)
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:

@@ -15,13 +15,13 @@ from headrace.ipc.failure import InvalidRequestError
 ONLY_POOLING = "of pooling there are LLM.embed, classify, score, reward and encode"
 ANY = object()
 """In ARGUMENTS: any value is accepted, because none has an effect."""
-NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
+NO_PROMPT_ADAPTERS = "prompt adapters are not supported; a LoRARequest adapts the weights, and prompt_embeds the prompt"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 _FILE = "the model's config.json has it; vocab_size and max_model_len are here"
 CONFIG_FIELDS = {
     **dict.fromkeys(("hf_config", "hf_text_config"), _FILE),
-    "lora_config": NO_ADAPTERS,
+    "lora_config": DECISIONS,
 }
 METHODS = {
     "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
@@ -43,7 +43,6 @@ METHODS = {
     "get_input_preprocessor": "get_tokenizer() makes tokens of texts",
     **dict.fromkeys(("log_requests", "log_stats"), "the engine logs no requests; do_log_stats() logs its load"),
     "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
-    **dict.fromkeys(("add_lora", "list_loras", "pin_lora", "remove_lora"), NO_ADAPTERS),
     **dict.fromkeys(
         (
             *("init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights"),
@@ -71,8 +70,7 @@ NO_TRACES = "traces are not supported yet"
 ONE_CLIENT = "an AsyncLLM is one client, of all its engines"
 ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
     {
-        "lora_request": (NO_ADAPTERS, ()),
-        "prompt_adapter_request": (NO_ADAPTERS, ()),
+        "prompt_adapter_request": (NO_PROMPT_ADAPTERS, ()),
         "guided_options_request": ("SamplingParams(structured_outputs=...) asks for structured outputs", ()),
         "prompt_token_ids": (TOKENS, ()),
         "truncate_prompt_tokens": (TOKENS, ()),
@@ -175,7 +173,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
             ),
             _INSIDE,
         ),
-        "lora": NO_ADAPTERS,
+        "lora": "an adapter is a LoRARequest, found by a LoRAResolver; ranks compute it (executor/adapters/)",
         "platforms": "a script holds no device: the engine's process does, and describe_engine() says which",
         "plugins": "plug-ins are entry points of packages in headrace.plugins or vllm.general_plugins",
         **dict.fromkeys(("reasoning", "tool_parsers", "parser"), "formats are YAML files: frontend/text/formats"),
@@ -205,12 +203,11 @@ PACKAGE = {
     ),
     **dict.fromkeys(("KVTransferConfig", "WeightTransferConfig"), "engines exchange neither cache nor weights yet"),
     **dict.fromkeys(
-        ("AttentionConfig", "DeviceConfig", "KernelConfig", "LoadConfig", "ObservabilityConfig"),
+        ("AttentionConfig", "DeviceConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "ObservabilityConfig"),
         f"its fields are options of the engine by name; {DECISIONS}",
     ),
     **dict.fromkeys(("MultiModalConfig", "SpeechToTextConfig", "SpeechToTextParams"), NO_MEDIA),
     "KVEventsConfig": "engines publish no events of their cache",
-    "LoRAConfig": NO_ADAPTERS,
     "WatermarkConfig": "outputs are not watermarked",
     **dict.fromkeys(("get_current_vllm_config", "set_current_vllm_config"), _INSIDE),
     **dict.fromkeys(
@@ -218,7 +215,6 @@ PACKAGE = {
         "the engine does what SamplingParams asks for without logits processors",
     ),
     "initialize_ray_cluster": "distributed_executor_backend=ray starts the workers on the Ray that RAY_ADDRESS names",
-    "LoRARequest": NO_ADAPTERS,
     "ParallelConfig": DECISIONS,
     **dict.fromkeys(("build_app", "init_app_state", "run_server"), "`headrace serve` is a program of its own"),
     "PrometheusStatLogger": "`headrace serve` has /metrics; get_metrics() gives the same numbers to a script",

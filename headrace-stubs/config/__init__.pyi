@@ -46,7 +46,7 @@ class KernelConfig:
     def __init__(self, *_: Never) -> None: ...
 
 class LoRAConfig:
-    """Refused: LoRA adapters are not supported yet; merge the adapter into the model's weights."""
+    """Refused: its fields are options of the engine by name; what the engine decided is in `engine`, and its options in describe_engine()."""
 
     def __init__(self, *_: Never) -> None: ...
 

@@ -4,6 +4,6 @@ from typing import Never
 __all__ = ["LoRAConfig"]
 
 class LoRAConfig:
-    """Refused: LoRA adapters are not supported yet; merge the adapter into the model's weights."""
+    """Refused: its fields are options of the engine by name; what the engine decided is in `engine`, and its options in describe_engine()."""
 
     def __init__(self, *_: Never) -> None: ...

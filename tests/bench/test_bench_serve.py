@@ -76,6 +76,21 @@ def test_names_that_vllms_command_lines_have_pass_and_requests_are_numbered(
     assert "--enforce-eager is no option of this command, but of another" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", ["round-robin", "random"])
+def test_requests_are_spread_over_adapters(how: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ("--num-prompts", "12", *SHORT, "--lora-modules", "sql", "chat", "--lora-assignment", how, "--seed", "3")
+    orders = []
+    for _ in range(2):
+        with fake.FakeServer(fake.stream) as server:
+            status, record, _ = bench(capsys, tmp_path, "--base-url", server.url, "--max-concurrency", "1", *asked)
+        assert status == 0
+        assert record["options"]["lora_modules"] == ["sql", "chat"]
+        orders.append([body["model"] for body in server.bodies])
+    assert orders[0] == orders[1], "the same seed, the same adapters"
+    assert set(orders[0]) == {"sql", "chat"}
+    assert (orders[0] == ["sql", "chat"] * 6) == (how == "round-robin")
+
+
 def test_a_profile_is_recorded_around_the_load_and_its_refusal_is_told(
     chat_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

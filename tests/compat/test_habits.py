@@ -158,7 +158,7 @@ def test_what_is_enqueued_comes_in_order_and_once(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["one", "two two", "three"]
     assert all(output.finished for output in outputs)
     assert llm.wait_for_completion(use_tqdm=False) == []
-    with pytest.raises(InvalidRequestError, match="enqueue: lora_request is refused: LoRA"):
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
         llm.enqueue("x", GREEDY, lora_request=object())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="output_type"):
         llm.wait_for_completion(dict)  # type: ignore[arg-type]

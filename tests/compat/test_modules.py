@@ -93,7 +93,7 @@ def test_config_and_type_names_are_where_vllm_defines_them() -> None:
         ("distributed.device_communicators", "tensor_parallel_size"),
         ("config.speech_to_text", "text alone"),
         ("config.nobody_knows", "describe_engine"),
-        ("lora.resolver", "merge the adapter"),
+        ("lora.peft_helper", "an adapter is a LoRARequest"),
         ("ir", "a program of its own"),
         ("transformers_utils.config", "get_tokenizer"),
         ("entrypoints.pooling", "LLM.embed, classify"),
@@ -227,11 +227,13 @@ import headrace
 assert LLM is headrace.LLM and vllm.SamplingParams is headrace.SamplingParams
 assert vllm.sampling_params.SamplingParams is SamplingParams
 assert vllm.engine.arg_utils.AsyncEngineArgs is AsyncEngineArgs
-try:
-    from vllm.lora.request import LoRARequest
-    LoRARequest("sql", 1, "folder")
-except ValueError as error:
-    print(error)
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.plugins.lora_resolvers.filesystem_resolver import FilesystemResolver
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+assert LoRARequest is headrace.LoRARequest and LoRARequest("sql", 1, "folder").adapter_id == 1
+LoRAResolverRegistry.register_resolver("folder", FilesystemResolver("folder"))
+assert isinstance(LoRAResolverRegistry.get_resolver("folder"), LoRAResolver)
 try:
     from vllm.platforms.cuda import CudaPlatform
 except ModuleNotFoundError as error:
@@ -250,7 +252,6 @@ assert AdapterLogitsProcessor.__module__.startswith("headrace")
 """
     done = run("-c", script)
     assert done.returncode == 0, done.stderr
-    assert "LoRA adapters are not supported yet" in done.stdout
     assert "Headrace has no 'vllm.platforms.cuda': a script holds no device" in done.stdout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from http_server import Server, events_of, metric, serving, wait_until
+from http_server import Server, engines_of, events_of, metric, serving, wait_until
 from null_with_tokenizer import DEADLY_FORM
 
 from headrace import LLM, AsyncLLM, SamplingParams
@@ -20,16 +19,6 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 COMPLETIONS = "/v1/completions"
 SLOW = {"step_delay_s": 0.02}
 NUM_TOKENS = 300
-
-
-def engines_of(server: Server) -> list[psutil.Process]:
-    """Those that live: one that has just ended is a zombie until its parent waits for it."""
-    found = []
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "headrace.core.process.daemon" in child.cmdline():
-                found.append(child)
-    return found
 
 
 def asked(number: int) -> dict[str, Any]:

@@ -63,7 +63,7 @@ from headrace.v1.engine.async_llm import AsyncLLM
 """,
     "what is missing": """
 import headrace
-for statement in ("import headrace.lora.resolver", "from headrace.config import Nothing", "headrace.nothing"):
+for statement in ("import headrace.lora.peft_helper", "from headrace.config import Nothing", "headrace.nothing"):
     try:
         exec(statement)
     except (ImportError, AttributeError):

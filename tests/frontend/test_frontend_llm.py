@@ -281,13 +281,13 @@ def test_chat_refuses_other_parts_by_name(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": [{"type": "text"}]}])
 
 
-def test_lora_request_is_none_or_refused(llm: LLM) -> None:
+def test_lora_request_is_none_or_a_lora_request(llm: LLM) -> None:
     hello = [{"role": "user", "content": "Hello"}]
     assert llm.generate("Hello", use_tqdm=False, lora_request=None)[0].finished
     assert llm.chat(hello, use_tqdm=False, lora_request=None)[0].finished
-    with pytest.raises(InvalidRequestError, match="LoRA adapters are not supported"):
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
         llm.generate("Hello", lora_request=object())  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="LoRA adapters are not supported"):
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
         llm.chat(hello, lora_request=object())  # type: ignore[arg-type]
 
 

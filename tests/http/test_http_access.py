@@ -70,7 +70,10 @@ def admins_only() -> Iterator[ServerHere]:
 def test_what_changes_the_server_is_declared_so():
     """A new route of theirs belongs to administrators; RouteSpec has no default, so every route says it."""
     admin = {route.path for route in ALL_ROUTES if route.access is Access.ADMIN}
-    assert admin == {"/scale_elastic_ep", *(route.path for route in DEVELOPMENT_ROUTES)}
+    of_adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name:path}"}
+    posted = {"/lora-adapters"}  # its list is for clients
+    own = {"/scale_elastic_ep", *of_adapters, *posted}
+    assert admin == {*own, *(route.path for route in DEVELOPMENT_ROUTES)}
     assert {route.path for route in ALL_ROUTES if route.access is Access.STATISTICS} == {"/version", "/metrics"}
     public = {route.path for route in ALL_ROUTES if route.access is Access.PUBLIC}
     files = {f"/ui/{file.name}" for file in (ROOT / "frontend/http/apis/page/static").iterdir()}

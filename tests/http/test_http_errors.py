@@ -410,7 +410,7 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/v1/responses/resp_1/nothing", "GET, DELETE"),
         ("/v1/moderations", "neither judge nor train here"),
         ("/v1/audio/transcriptions", "/v1/chat/completions"),
-        ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
+        ("/v1/load_lora_adapter", "--allow-runtime-lora-updating"),
         ("/collective_rpc", "--server-dev-mode"),
         ("/pause", "--server-dev-mode"),
         ("/chat/completions", "did you mean /v1/chat/completions? The base address of OpenAI's clients ends in /v1."),

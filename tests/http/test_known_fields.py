@@ -55,7 +55,7 @@ CANDIDATES: tuple[Any, ...] = (3, -7, 0.25, True, "word", ["word"], [5], {"a": 1
 """Values of every JSON type, none of which asks for nothing."""
 OF_SERVERS = (
     *("n_predict", "repeat_penalty", "repeat_last_n", "grammar", "json_schema", "samplers", "cache_prompt"),
-    *("id_slot", "n_probs", "timings_per_token", "reasoning_format", "mirostat_mode", "lora", "n_keep"),
+    *("id_slot", "n_probs", "timings_per_token", "reasoning_format", "mirostat_mode", "n_keep"),
     *("thinking_budget_tokens", "return_tokens", "dynatemp_range", "max_new_tokens", "do_sample", "adapter_id"),
     *("return_full_text", "decoder_input_details", "watermark", "top_n_tokens", "truncate", "details", "regex"),
     *("ebnf", "lora_path", "min_new_tokens", "stop_regex", "no_stop_trim", "custom_logit_processor"),

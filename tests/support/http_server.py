@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -187,6 +188,16 @@ def read_all(sock: socket.socket) -> bytes:
         while part := sock.recv(65536):
             data += part
     return data
+
+
+def engines_of(server: Server) -> list[psutil.Process]:
+    """Those that live: one that has just ended is a zombie until its parent waits for it."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "headrace.core.process.daemon" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def engine_of(server: Server) -> psutil.Process:

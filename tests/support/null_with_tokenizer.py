@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Mapping
 
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
@@ -101,7 +102,7 @@ class ParrotExecutor(TokenizingNullExecutor):
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         super().allocate(num_blocks, max_model_len)
         assert self._plan is not None
-        self._rows = _ParrotRows(self._plan.max_num_seqs, self.model)
+        self._rows = _ParrotRows(self._plan.max_num_seqs, self.model, self.identities)
 
 
 class EchoExecutor(TokenizingNullExecutor):
@@ -110,12 +111,12 @@ class EchoExecutor(TokenizingNullExecutor):
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         super().allocate(num_blocks, max_model_len)
         assert self._plan is not None
-        self._rows = _EchoRows(self._plan.max_num_seqs, self.model)
+        self._rows = _EchoRows(self._plan.max_num_seqs, self.model, self.identities)
 
 
 class _ParrotRows(_Rows):
-    def __init__(self, num_rows: int, model: NullModel) -> None:
-        super().__init__(num_rows, model)
+    def __init__(self, num_rows: int, model: NullModel, identities: Mapping[int, str]) -> None:
+        super().__init__(num_rows, model, identities)
         self._heard: dict[int, np.ndarray] = {}
 
     def _enter(self, new: NewRow) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.core.options.parsing import add_options
-    from headrace.frontend.http.process.options import CHAT, ServeOptions
+    from headrace.frontend.http.process.options import ADAPTERS, CHAT, ServeOptions
 
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object a line")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Where the results go")
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
-    add_options(parser, ServeOptions, only_group=CHAT, folded=True)
+    for group in (CHAT, ADAPTERS):
+        add_options(parser, ServeOptions, only_group=group, folded=True)
     add_options(parser, folded=True)
 
 

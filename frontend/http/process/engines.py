@@ -9,29 +9,39 @@ import time
 from collections.abc import Iterator, Sequence
 
 from headrace.frontend.client.stats_log import StatsLog, cache_line
+from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.engine import SILENT_AFTER_S, Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.server.errors import ApiError, unavailable, without_own_names
+from headrace.frontend.http.server.errors import ApiError, UnknownModelError, unavailable, without_own_names
 from headrace.ipc.failure import Failure, HeadraceError
 
 logger = logging.getLogger(__name__)
 _MISSING_AFTER_S, _MISSING_EVERY_S = 1.0, 30.0
 
 
+def adapter_named(adapters: FleetAdapters, served: Sequence[str], model: str | None) -> str | None:
+    """The adapter that a request's `model` names: alone or, as SGLang's clients do, as BASE:ADAPTER. None: it names
+    none."""
+    if model is None or model in served:
+        return None
+    if model in adapters:
+        return model
+    base, _, name = model.rpartition(":")
+    return name if base in served and name in adapters else None
+
+
 def engine_for(pool: EnginePool, model: str | None) -> Engine:
-    """An engine that serves the model, for its tokenizer and limits, which all engines of the model share. The router
-    chooses where a request runs. Raises ApiError: 404 for an unknown model, 503 if no engine is available."""
+    """An engine that serves the model, or the base of the adapter that it names, for its tokenizer and limits, which
+    all engines of the model share. The router chooses where a request runs. Raises ApiError: 404 for an unknown model,
+    503 if no engine is available."""
     known = pool.names
     if model is None and known:
         model = known[0]
-    if model not in known and known:
-        raise ApiError(
-            404,
-            f"the model {model!r:.200} does not exist; served: {', '.join(known)}",
-            param="model",
-            code="model_not_found",
-        )
-    engine = pool.serving(model or "")
+    name = adapter_named(pool.adapters, known, model)
+    if name is None and model not in known and known:
+        told = [*known, *pool.adapters]
+        raise UnknownModelError(model or "", f"the model {model!r:.200} does not exist; served: {', '.join(told)}")
+    engine = pool.serving((model if name is None else pool.adapters.base_of(name)) or "")
     if engine is None:
         raise why_unavailable(pool)
     return engine

@@ -16,11 +16,12 @@ from headrace.frontend.tracing.options import check_traces
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.log import CONFIG_VARIABLE, FORMAT_VARIABLE, LEVEL_VARIABLE
 
-ADDRESS, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
+ADDRESS, SECURITY, LIMITS, CHAT, ADAPTERS, STORED, OBSERVED = (
     "Server address",
     "Server security",
     "Server limits",
     "Server chat",
+    "Server adapters",
     "Server storage",
     "Server metrics and logs",
 )
@@ -338,6 +339,44 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(CHAT, "Serve GET /tokenizer_info, with the special tokens and the chat template (lm-eval reads it)"),
     ] = False
 
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Option(
+            ADAPTERS,
+            'LoRA adapters to load at the start: NAME=PATH, or JSON {"name": ..., "path": ..., "base_model_name": ..., '
+            '"is_3d_lora_weight": ...}, separated by spaces. Clients name one as their model. Needs enable_lora',
+            "adapter",
+        ),
+    ] = ()
+    allow_runtime_lora_updating: Annotated[
+        bool | None,
+        Option(
+            ADAPTERS,
+            "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, which affect all clients: see admin_api_key",
+            default_text="the environment's HEADRACE_ALLOW_RUNTIME_LORA_UPDATING, else "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING; server_dev_mode serves them too",
+        ),
+    ] = None
+    lora_resolver_cache_dir: Annotated[
+        str | None,
+        Option(
+            ADAPTERS,
+            "Folder with LoRA adapters, each in a folder of its name, which are loaded when a request first asks for "
+            "them",
+            "folder",
+            default_text="the environment's HEADRACE_LORA_RESOLVER_CACHE_DIR, else VLLM_LORA_RESOLVER_CACHE_DIR",
+        ),
+    ] = None
+    lora_resolver_hf_repo_list: Annotated[
+        str | None,
+        Option(
+            ADAPTERS,
+            "Repositories of the Hugging Face hub, separated by commas, whose LoRA adapters are fetched when a request "
+            "first asks for one, as OWNER/REPOSITORY or OWNER/REPOSITORY/FOLDER",
+            default_text="the environment's HEADRACE_LORA_RESOLVER_HF_REPO_LIST, else VLLM_LORA_RESOLVER_HF_REPO_LIST",
+        ),
+    ] = None
+
     response_store: Annotated[
         str | None,
         Option(
@@ -477,6 +516,9 @@ _VARIABLES = {
     "log_format": FORMAT_VARIABLE,
     "log_config_file": CONFIG_VARIABLE,
     "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL",
+    "allow_runtime_lora_updating": "HEADRACE_ALLOW_RUNTIME_LORA_UPDATING",
+    "lora_resolver_cache_dir": "HEADRACE_LORA_RESOLVER_CACHE_DIR",
+    "lora_resolver_hf_repo_list": "HEADRACE_LORA_RESOLVER_HF_REPO_LIST",
 }
 
 

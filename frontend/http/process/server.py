@@ -291,7 +291,8 @@ class HttpServer:
         server.stop_listening()
 
     async def _settle(self, state: ServerState) -> None:
-        """Called once all engines are ready."""
+        """Called once all engines are ready. Raises OptionError."""
+        await state.finder.load_modules()
         state.collector.start()
         if self.on_ready is not None:
             renderer().start()  # not before: it would take processor time from the engines' start

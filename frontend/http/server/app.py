@@ -115,7 +115,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
-        exchange = Exchange(scope, receive, send, options, self._state.bodies)
+        exchange = Exchange(scope, receive, send, options, self._state.bodies, self._state.finder)
         scope[EXCHANGE] = exchange
         if scope["path"] == options.root_path:
             scope["path"] += "/"

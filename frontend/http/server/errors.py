@@ -21,6 +21,7 @@ from headrace.ipc.failure import (
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,14 @@ class ApiError(Exception):
         if isinstance(error, MemoryError):
             return unavailable("this server has no memory for the request just now", code="out_of_memory")
         return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
+
+
+class UnknownModelError(ApiError):
+    """The model is not served; it may be an adapter that is found (frontend/http/server/adapters.py)."""
+
+    def __init__(self, model: str, message: str) -> None:
+        super().__init__(404, message, param="model", code="model_not_found")
+        self.model = model
 
 
 class ContextLengthError(ApiError):
@@ -189,6 +198,8 @@ def unavailable(message: str, *, code: str, retry_after_s: float = RETRY_AFTER_S
 
 def _bad_request(error: InvalidRequestError) -> ApiError:
     text = shortened(_first_line(error), LONGEST_MESSAGE)
+    if error.failure is not None and error.failure.type == UnknownAdapterError.__name__:
+        return ApiError(HTTPStatus.NOT_FOUND, text, param="model", code="model_not_found")
     param = error.parameter
     if param is not None:
         text = text.replace("SamplingParams.", "")

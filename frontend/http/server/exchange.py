@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.connection import EXTENSION, Arrival
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.text.template_renderer import without_blocking
@@ -197,8 +198,17 @@ class ClientGoneError(Exception):
 class Exchange:
     """One request and its response. A handler receives it and must answer it exactly once."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServeOptions, bodies: LargeBodies) -> None:
-        self.scope, self.receive = scope, receive
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        options: ServeOptions,
+        bodies: LargeBodies,
+        finder: AdapterFinder,
+    ) -> None:
+        """finder: looks for a model that is not served."""
+        self.scope, self.receive, self._finder = scope, receive, finder
         self._bodies = bodies
         self._send = send
         # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
@@ -251,10 +261,12 @@ class Exchange:
         return text
 
     async def prepare(self, make: Callable[[bytes], T]) -> T:
-        """Returns make(JSON body), run in a thread if the body is large. Raises ApiError and ClientGoneError."""
+        """Returns make(JSON body), run in a thread if the body is large, and once more if it names a model that is
+        found only now. Raises ApiError and ClientGoneError."""
         try:
             with tokenizing():
-                return await self._bodies.run(await self._json_body(), make)
+                body = await self._json_body()
+                return await self._finder.twice(lambda: self._bodies.run(body, make))
         finally:
             self._bodies.release(self._num_body_bytes, self.tenant)
 

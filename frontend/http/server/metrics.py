@@ -12,12 +12,19 @@ Only one process writes a page, by plain stores; any process answers a scrape wi
 from __future__ import annotations
 
 import mmap
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.client.engine_metrics import ENGINE_HISTOGRAMS, ENGINE_METRICS, METRICS_BY_LABEL
+from headrace.frontend.client.engine_metrics import (
+    ENGINE_HISTOGRAMS,
+    ENGINE_METRICS,
+    LORA_INFO,
+    METRICS_BY_LABEL,
+    lora_labels,
+)
 from headrace.frontend.client.request_metrics import (
     FINISH_REASONS,
     REJECTIONS,
@@ -66,6 +73,7 @@ OTHER_METRICS = {
     _ACCEPTED: ("counter by `position`", "Draft tokens that were right, by their place in the draft."),
     _UP: ("gauge", "Whether the engine is there."),
     _CACHE: ("gauge", "1, with the cache's shape as labels."),
+    LORA_INFO: ("gauge", "The time; its labels are the LoRA adapters of requests that wait and run."),
     REJECTIONS: ("counter by `reason`", "Requests that found a queue full."),
     _IN_FLIGHT: ("gauge", "HTTP requests in progress."),
     **{later: ("histogram", f"The same as {name}.") for name, later in _ALSO_KNOWN_AS.items()},
@@ -251,6 +259,7 @@ class Exposition:
                     for value_of_label, number in values(stats).items():
                         family.add_metric((*_labels(engine), value_of_label), number)
             yield family
+        yield self._lora_family()
         yield from self._step_families()
         up = GaugeMetricFamily(f"{self._prefix}:{_UP}", OTHER_METRICS[_UP][1], labels=("engine",))
         info = GaugeMetricFamily(
@@ -269,6 +278,21 @@ class Exposition:
                 size = (welcome.kv_cache_tokens, welcome.kv_cache_requests)
                 info.add_metric(tuple(map(str, (engine.index, *shape, *size))), 1.0)
         yield from (up, info)
+
+    def _lora_family(self) -> Any:
+        from prometheus_client.core import GaugeMetricFamily
+
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily(
+            f"{self._prefix}:{LORA_INFO}",
+            OTHER_METRICS[LORA_INFO][1],
+            labels=("model_name", "engine", *names),
+        )
+        for engine in self._pool.engines:
+            stats = self._last_stats.get(engine.index)
+            if stats is not None and (labels := lora_labels(stats)) is not None:
+                family.add_metric((*_labels(engine), *(labels[name] for name in names)), time.time())
+        return family
 
     def _step_families(self) -> Iterator[Any]:
         from prometheus_client.core import HistogramMetricFamily

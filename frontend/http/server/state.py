@@ -12,6 +12,7 @@ from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import AccessControl, Keys
+from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.api import Api, ApiState
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.decoding.known_fields import Body, others_of
@@ -64,6 +65,7 @@ class ServerState:
         self.decoder = RequestDecoder(strict=options.strict_requests, others=others_of(self.bodies_of_apis))
         self.bodies = LargeBodies(options.max_body_bytes, len(keys.tenants))
         self.collector = IdleCollector()
+        self.finder = AdapterFinder(pool, options)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
@@ -119,6 +121,14 @@ class ServerState:
             return prepare(request, engine_for(self.pool, request.model), name)
 
         await self.generator.answer(await exchange.prepare(ready), exchange)
+
+    async def engine_for(self, model: str | None) -> Engine:
+        """As the function of this name, after an unknown model was looked for. Raises ApiError."""
+
+        async def found() -> Engine:
+            return engine_for(self.pool, model)
+
+        return await self.finder.twice(found)
 
     def check_accepting(self) -> None:
         """Raises ApiError (503) if the server accepts no new requests."""

@@ -159,7 +159,7 @@ def prepare_embed(
     prompts = prompts_of(texts, params, engine, How(side, param=field))
     if request.truncate == "NONE":
         _check_lengths(prompts, field, request.max_tokens, welcome)
-    caller = Caller(f"embd-{name}", cache_salt(request, tenant), request.priority)
+    caller = Caller(f"embd-{name}", cache_salt(request, tenant), request.priority, request.model)
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> CohereEmbedResponse:
         meta = CohereMeta(CohereApiVersion(), CohereBilledUnits(usage.prompt_tokens))

@@ -170,7 +170,7 @@ class Batch:
             url=batch.endpoint,
             done=[each for each in (answered, errors) if each is not None],
             decode=state.bodies.run,
-            prepare=state.bodies.run,
+            prepare=lambda body, make: state.finder.twice(lambda: state.bodies.run(body, make)),
         )
         path = self._store.path(batch.input_file_id)
         self._work = asyncio.create_task(

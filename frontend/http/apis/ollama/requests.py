@@ -197,7 +197,7 @@ def _shared(request: OllamaRequest, engine: Engine) -> dict[str, Any]:
     elif request.format:
         raise bad_field("format", "format must be json or a JSON schema")
     return {
-        "model": served_name(request.model, engine.names),
+        "model": served_name(request.model, (*engine.names, *engine.adapters)),
         "stream": request.stream is not False,
         "response_format": form,
         **_sampling(request.options, engine),

@@ -321,7 +321,7 @@ async def generate(state: ServerState, exchange: Exchange) -> None:
 
 def _engine(state: ServerState, model: str) -> Engine:
     state.check_accepting()
-    return engine_for(state.pool, served_name(model, state.pool.names))
+    return engine_for(state.pool, served_name(model, (*state.pool.names, *state.pool.adapters)))
 
 
 def _loaded(request: OllamaRequest, *, is_chat: bool) -> OllamaLine:
@@ -365,7 +365,9 @@ def _prepare(
 async def embed(state: ServerState, exchange: Exchange) -> None:
     def prepare(body: bytes) -> PreparedRequest | OllamaEmbedResponse:
         request = state.decoder.decode(body, OllamaEmbedRequest)
-        return prepare_embed(request, _engine(state, request.model), state.options, _caller(exchange))
+        return prepare_embed(
+            request, _engine(state, request.model), state.options, _caller(state, exchange, request.model)
+        )
 
     await _answer(state, exchange, await exchange.prepare(prepare))
 
@@ -373,13 +375,16 @@ async def embed(state: ServerState, exchange: Exchange) -> None:
 async def embeddings(state: ServerState, exchange: Exchange) -> None:
     def prepare(body: bytes) -> PreparedRequest | OllamaEmbeddingsResponse:
         request = state.decoder.decode(body, OllamaEmbeddingsRequest)
-        return prepare_embeddings(request, _engine(state, request.model), state.options, _caller(exchange))
+        return prepare_embeddings(
+            request, _engine(state, request.model), state.options, _caller(state, exchange, request.model)
+        )
 
     await _answer(state, exchange, await exchange.prepare(prepare))
 
 
-def _caller(exchange: Exchange) -> Caller:
-    return Caller(f"ollama-{exchange.request_id(None)}", exchange.tenant)
+def _caller(state: ServerState, exchange: Exchange, model: str) -> Caller:
+    name = served_name(model, (*state.pool.names, *state.pool.adapters))
+    return Caller(f"ollama-{exchange.request_id(None)}", exchange.tenant, model=name)
 
 
 async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | msgspec.Struct) -> None:
@@ -406,7 +411,9 @@ async def loaded(state: ServerState, exchange: Exchange) -> None:
 
 def _served(state: ServerState) -> list[tuple[str, Welcome]]:
     """The served models. Raises ApiError if none is there."""
-    serving = ((name, state.pool.serving(name)) for name in state.pool.names)
+    adapters = state.pool.adapters
+    bases = [(name, name) for name in state.pool.names] + [(name, adapters.base_of(name)) for name in adapters]
+    serving = ((name, state.pool.serving(base)) for name, base in bases)
     found = [(name, engine.client.welcome) for name, engine in serving if engine is not None and engine.client]
     if not found:
         raise why_unavailable(state.pool)

@@ -209,7 +209,8 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    """Of a LoRA adapter, the model that it is for; `root` is its path."""
     max_model_len: int
     default_sampling_params: dict[str, float | int | list[int]]
     """Defaults of the model's own configuration for fields that a request omits."""

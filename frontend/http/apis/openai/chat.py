@@ -52,6 +52,7 @@ from headrace.frontend.http.apis.openai.prompts import (
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
 from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.api import ApiState
 from headrace.frontend.http.server.errors import bad_field, respelt
 from headrace.frontend.http.server.generation import PreparedRequest
@@ -173,6 +174,7 @@ def prepare_chat(
     assert client.tokenizer is not None, "a conversation is rendered only with one"
     form = _form_of(request, rendered, choice, parts, client.tokenizer, welcome)
     prompt = Prompt(text=rendered.text, cache_salt=cache_salt(request, tenant), reasoning=form.reasoning)
+    prompt.adapters = adapters_of(engine, request.model, request.lora)
     prompt.reasoning_has_form = form.is_grammar and bool(choice.forced)
     params, asked = _params_of(request, form, prompt, options, welcome)
     check_outputs(1, params.n, params)

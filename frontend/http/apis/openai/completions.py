@@ -46,6 +46,7 @@ from headrace.frontend.http.apis.openai.prompts import (
 )
 from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.embeds import decoded, placed
@@ -81,12 +82,12 @@ def prepare_completion(
         prompts += _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
     if len(prompts) > options.max_prompts:
         raise bad_field("prompt", f"{len(prompts)} prompts; this server takes at most {options.max_prompts} at once")
-    salt = cache_salt(request, tenant)
+    salt, adapters = cache_salt(request, tenant), adapters_of(engine, request.model, request.lora)
     reasoning = None
     if request.thinking_budget is not None or getattr(request, "thinking_token_budget", None) is not None:
         reasoning = parts.formats.named_reasoning
     for prompt in prompts:
-        prompt.cache_salt, prompt.reasoning = salt, reasoning
+        prompt.cache_salt, prompt.reasoning, prompt.adapters = salt, reasoning, adapters
     # If generation_config or override_generation_config sets it, sampling_params applies that default.
     if "max_tokens" in welcome.generation_defaults:
         default_max_tokens = None

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.http.server.adapters import AdapterScale
 from headrace.frontend.http.server.decoding.decoder import MOST_MESSAGES
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import bad_field
@@ -111,6 +112,10 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     cache_salt: Annotated[
         str | None, Meta(description="Cached prefixes are shared only among requests with the same salt")
+    ] = None
+    lora: Annotated[
+        Few[AdapterScale] | None,
+        Meta(description="llama.cpp's: LoRA adapters by their ids in GET /lora-adapters, each with a scale"),
     ] = None
     request_id: Annotated[str | None, Meta(description="Id of the request; also the header X-Request-Id")] = None
     vllm_xargs: Annotated[

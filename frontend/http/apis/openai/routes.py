@@ -50,6 +50,8 @@ from headrace.frontend.http.server.state import ServerState
 _LOAD_FORMAT, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 """Headers of ORCA (Open Request Cost Aggregation), by which load balancers such as Envoy ask for the engine's load."""
 _LOAD_TIMEOUT_S = 0.5
+_SAGEMAKER_ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
+"""Header of SageMaker's inference components, which names a LoRA adapter."""
 
 
 async def completions(state: ServerState, exchange: Exchange) -> None:
@@ -67,7 +69,14 @@ async def chat_batch(state: ServerState, exchange: Exchange) -> None:
 async def invocations(state: ServerState, exchange: Exchange) -> None:
     """SageMaker's only route: a chat completion if the body has messages, a completion if it has a prompt."""
     kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
-    await _generate(state, exchange, lambda body: state.decoder.decode_one_of(body, kinds))
+    adapter = exchange.header(_SAGEMAKER_ADAPTER)
+
+    def decode(body: bytes) -> Any:
+        request = state.decoder.decode_one_of(body, kinds)
+        request.model = adapter or request.model
+        return request
+
+    await _generate(state, exchange, decode)
 
 
 async def _generate(
@@ -118,17 +127,19 @@ async def one_model(state: ServerState, exchange: Exchange) -> None:
 
 
 def served_names(state: ServerState) -> list[str]:
-    """The names of the served models. Raises ApiError if none is known yet."""
+    """The names of the served models and adapters. Raises ApiError if none is known yet."""
     if not state.pool.names:
         raise why_unavailable(state.pool)
-    return state.pool.names
+    return [*state.pool.names, *state.pool.adapters]
 
 
 def model_card(state: ServerState, name: str) -> ModelCard:
     """Raises ApiError for a model that is not served."""
     if name not in served_names(state):
         raise ApiError(404, f"the model {name!r:.200} does not exist", param="model", code="model_not_found")
-    serving = [engine for engine in state.pool.engines if name in engine.names and engine.client is not None]
+    adapter = None if name in state.pool.names else state.pool.adapters.get(name)
+    base = name if adapter is None else state.pool.adapters.base_of(name)
+    serving = [engine for engine in state.pool.engines if base in engine.names and engine.client is not None]
     if not serving:
         raise why_unavailable(state.pool)
     assert serving[0].client is not None
@@ -138,8 +149,8 @@ def model_card(state: ServerState, name: str) -> ModelCard:
         object="model",
         created=state.started_at,
         owned_by="headrace",
-        root=welcome.model,
-        parent=None,
+        root=welcome.model if adapter is None else adapter.path,
+        parent=None if adapter is None else adapter.base_model_name or base,
         max_model_len=welcome.max_model_len,
         default_sampling_params=welcome.generation_defaults,
     )
@@ -303,7 +314,6 @@ ROUTES = (
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _NO_SUCH_TASK = f"models generate and pool, and neither judge nor train here; {_TEXT}"
 _TEXT_ONLY = f"models read and write text only; {_TEXT}"
-_ADAPTERS = "LoRA adapters are not supported yet: merge an adapter into the model's weights, and serve the result"
 _NOTHING_STORED = "this server stores files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize returns the tokens of a prompt, or of a conversation as the chat template renders it"
 _GEMINI = f"Gemini's API is not served; {_TEXT}"
@@ -311,7 +321,6 @@ _NOT_SERVED = types.MappingProxyType(
     {
         **dict.fromkeys(("/v1/realtime", "/v1/audio", "/v1/images", "/v1/videos"), _TEXT_ONLY),
         **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _NO_SUCH_TASK),
-        **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),

@@ -194,7 +194,12 @@ def prepare_embedding(
         return EmbeddingResponse(id, "list", int(time.time()), model, items, usage)
 
     return _prepared(
-        request, "embed", engine, options, Caller(id, cache_salt(request, tenant), request.priority), write
+        request,
+        "embed",
+        engine,
+        options,
+        Caller(id, cache_salt(request, tenant), request.priority, request.model),
+        write,
     )
 
 
@@ -214,7 +219,7 @@ def prepare_pooling(
             items.append(PoolingItem(index, "pooling", told if len(told) > 1 else next(iter(told.values()))))
         return PoolingResponse(id, "list", int(time.time()), model, items, usage)
 
-    caller = Caller(id, cache_salt(request, tenant), request.priority)
+    caller = Caller(id, cache_salt(request, tenant), request.priority, request.model)
     return _prepared(request, request.task, engine, options, caller, write)
 
 

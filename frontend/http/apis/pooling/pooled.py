@@ -12,6 +12,7 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, check_unicode, tokenize_texts
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.server.exchange import JSON, Headers
 from headrace.frontend.http.server.generation import Answer, PreparedRequest
@@ -60,6 +61,8 @@ class Caller(NamedTuple):
     salt: str
     """Of cached prefixes."""
     priority: int | None = None
+    model: str | None = None
+    """As the request names it: an adapter, too."""
 
 
 class How(NamedTuple):
@@ -205,8 +208,9 @@ def ready(
 ) -> PreparedRequest:
     """names: the prompts' fields, for errors. Raises ApiError."""
     assert engine.client is not None
+    adapters = adapters_of(engine, caller.model)
     for prompt, param in zip(prompts, names, strict=True):
-        prompt.cache_salt = caller.salt
+        prompt.cache_salt, prompt.adapters = caller.salt, adapters
         check_prompt(prompt, params, engine.client.welcome, param)
     several = [params] * len(prompts)
     return PreparedRequest(engine, caller.id, prompts, several, answer, priority=caller.priority or 0)

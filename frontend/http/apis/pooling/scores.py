@@ -258,7 +258,7 @@ def prepare_classify(
             found.append(ClassItem(index, label, probs, len(probs)))
         return ClassifyResponse(id, "list", int(time.time()), model, found, usage)
 
-    caller = Caller(id, cache_salt(request, tenant), request.priority)
+    caller = Caller(id, cache_salt(request, tenant), request.priority, request.model)
     return ready(engine, prompts, names_of("input", len(prompts)), params, caller, PooledAnswer(write))
 
 
@@ -275,7 +275,7 @@ def _prepared(
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "scores")
     params = _params(request, task_of_scores(engine, model), pooling, model)
-    caller = Caller(who[0], cache_salt(request, who[1]), request.priority)
+    caller = Caller(who[0], cache_salt(request, who[1]), request.priority, request.model)
     most = request.max_tokens_per_query, request.max_tokens_per_doc
     pairs = _shortened(pairs, most, engine)
     asked = Pairs(pairs, names, params, request.truncation_side, request.instruction)

@@ -33,7 +33,6 @@ from headrace.frontend.http.apis.responses.items import Item, with_encrypted
 from headrace.frontend.http.apis.responses.run import EventLog, Follower, ResponseObject, ResponseRun
 from headrace.frontend.http.apis.responses.store import IN_PROGRESS, ResponseStore, Stored
 from headrace.frontend.http.apis.responses.tool_servers import ToolServers
-from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api, ApiState
 from headrace.frontend.http.server.decoding.decoder import decode_query
@@ -158,7 +157,7 @@ async def create(state: ServerState, exchange: Exchange) -> None:
     check_request(request, own.store)
     take_rank(request, exchange.header(RANK_HEADER))
     state.check_accepting()
-    engine = engine_for(state.pool, request.model)
+    engine = await state.engine_for(request.model)
     log = EventLog(keeps=bool(request.background)) if request.stream else None
     name, deadline_s = f"resp_{exchange.request_id(request.request_id)}", state.generator.deadline_s()
     run, running, stored = await begin(own.parts, request, engine, name, tenant, log=log, deadline_s=deadline_s)
@@ -180,7 +179,7 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     own = state.of(ResponsesState)
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
     state.check_accepting()
-    engine = engine_for(state.pool, request.model)
+    engine = await state.engine_for(request.model)
     earlier, asked = await conversation(own.store, exchange.tenant, request)
     items = [*earlier, *asked]
     functions = [tool.function for tool in client_tools(request.tools or (), own.parts.left_out).values()]

@@ -208,7 +208,7 @@ _SAME: Mapping[str, str] = types.MappingProxyType(
 
 _OWN_WAY = "this server does it in its own way"
 _ROUTED = "requests are answered by this server alone"
-_ADAPTER = "adapters are not supported yet: merge one into the model's weights, and serve that under its own name"
+_ADAPTER = "a LoRA adapter is named as `model` (GET /v1/models lists those that are loaded)"
 _TEXT = "models read and write text alone"
 _HOSTED = "the server searches and runs nothing; give what was found as messages, or tools"
 _NOT_SPLIT = "an engine keeps its cache to itself"
@@ -264,7 +264,7 @@ _ROUTING = (
 _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
     {
         **dict.fromkeys(("adapter_id", "adapter_source", "adapter", "adapters", "adapter_name"), (_ADAPTER, ("", []))),
-        **dict.fromkeys(("lora", "lora_name", "lora_path", "lora_id", "lora_request", "loras"), (_ADAPTER, ("", []))),
+        **dict.fromkeys(("lora_name", "lora_path", "lora_id", "lora_request", "loras"), (_ADAPTER, ("", []))),
         **dict.fromkeys(("images", "image", "image_data", "image_url", "image_urls"), (_TEXT, ("", []))),
         **dict.fromkeys(("audio_data", "video_data", "videos", "multi_modal_data", "mm_data"), (_TEXT, ([], {}))),
         **dict.fromkeys(("files", "file_ids", "attachments", "input_embeds", "input_embeddings"), (_TEXT, ([],))),

@@ -1,0 +1,1 @@
+"""LoRA adapters at run time: vLLM's, SageMaker's and llama.cpp's routes."""

@@ -1,0 +1,181 @@
+"""What users say of LoRA adapters, before any engine is asked: LoRARequest, --lora-modules, and the resolvers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import InvalidRequestError, LoRARequest, OptionError
+from headrace.frontend.adapters.folder_resolver import FilesystemResolver
+from headrace.frontend.adapters.hub_resolver import HfHubResolver
+from headrace.frontend.adapters.lora_modules import LoRAModulePath, parse_lora_modules
+from headrace.frontend.adapters.lora_request import lora_requests_for
+from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry
+from headrace.ipc.adapters import AdapterUse
+
+BASE = "org/model"
+
+
+def test_a_request_has_vllms_fields_and_is_equal_by_name(tmp_path: Path) -> None:
+    request = LoRARequest("sql", 1, str(tmp_path))
+    assert (request.name, request.adapter_id, request.path) == ("sql", 1, str(tmp_path))
+    assert (request.load_inplace, request.is_3d_lora_weight, request.base_model_name) == (False, False, None)
+    assert request == LoRARequest("sql", 2, "/elsewhere")
+    assert request != LoRARequest("chat", 1, str(tmp_path))
+    assert len({request, LoRARequest("sql", 3), LoRARequest("chat", 1)}) == 2
+    assert LoRARequest(lora_name="a", lora_int_id=1, lora_local_path="/a").lora_path == "/a", "vLLM's former name"
+
+
+def test_a_path_of_this_machine_reaches_the_engine_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    assert LoRARequest("a", 1, "adapter").use == AdapterUse(name="a", path=str(tmp_path / "adapter"))
+    assert LoRARequest("a", 1, "org/adapter").use.path == "org/adapter", "the name of a repository"
+    assert LoRARequest("a", 1).use.path == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_int_id": 0}, "lora_int_id = 0: id must be > 0"),
+        ({"lora_int_id": True}, "lora_int_id = True"),
+        ({"lora_name": ""}, "lora_name = ''"),
+        ({"lora_path": 7}, "lora_path = 7: must be the path"),
+        ({"tensorizer_config_dict": {}}, "tensorizer_config_dict = {}: is not supported"),
+    ],
+)
+def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        LoRARequest(**{"lora_name": "a", "lora_int_id": 1, "lora_path": "/a", **fields})
+
+
+def test_one_request_is_for_all_prompts_and_a_list_has_one_for_each() -> None:
+    one, other = LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b")
+    assert list(lora_requests_for(one, 2)) == [one, one]
+    assert list(lora_requests_for(None, 2)) == [None, None]
+    assert list(lora_requests_for([one, None, other], 3)) == [one, None, other]
+    with pytest.raises(InvalidRequestError, match="there are 2 prompts and 1 lora_requests"):
+        lora_requests_for([one], 2)
+    for wrong in (object(), "sql", [one, "sql"], {"lora_name": "a"}):
+        with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
+            lora_requests_for(wrong, 2)
+
+
+def test_modules_are_pairs_or_json() -> None:
+    given = ("sql=/a=b", '{"name": "chat", "path": "/c", "base_model_name": "m"}', '[{"name": "d", "path": "/d"}]')
+    sql, chat, third = parse_lora_modules(given)
+    assert sql == LoRAModulePath("sql", "/a=b")
+    assert chat == LoRAModulePath("chat", "/c", "m")
+    assert third.is_3d_lora_weight is False
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("sql",), "it must be NAME=PATH, or JSON"),
+        (("=/a",), "a name and a path are needed"),
+        (("sql=",), "a name and a path are needed"),
+        (("a=/a", "a=/b"), "there is an adapter 'a' already"),
+        (('{"name": "a"}',), "missing required field `path`"),
+        (('{"name": "a", "path": "/a", "rank": 4}',), "unknown field `rank`"),
+        (('{"name": ',), "it must be NAME=PATH, or JSON"),
+    ],
+)
+def test_a_module_in_another_form_is_refused(given: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse_lora_modules(given)
+
+
+def adapter_in(folder: Path, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    told = {"peft_type": "LORA", "base_model_name_or_path": BASE, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
+def resolved(resolver: LoRAResolver, name: str, base: str = BASE) -> str | None:
+    found = asyncio.run(resolver.resolve_lora(base, name))
+    return None if found is None else found.lora_path
+
+
+def test_the_folders_resolver_finds_what_fits_the_model(tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    resolver = FilesystemResolver(str(shelf))
+    assert resolved(resolver, "sql") is None, "there is not even the folder"
+    adapter_in(shelf / "sql")
+    adapter_in(shelf / "team" / "chat")
+    adapter_in(shelf / "other", base_model_name_or_path="org/other")
+    adapter_in(shelf / "prompts", peft_type="PROMPT_TUNING")
+    (adapter_in(shelf / "broken") / "adapter_config.json").write_text("{")
+    assert resolved(resolver, "sql") == str(shelf / "sql")
+    assert resolved(resolver, "team/chat") == str(shelf / "team" / "chat")
+    for name in ("other", "prompts", "broken", "missing"):
+        assert resolved(resolver, name) is None
+    assert resolved(resolver, "other", "org/other") == str(shelf / "other")
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "/out", "a//b", ".", "", "a\0b", "..\\out", "out/."])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    adapter_in(tmp_path / "out")
+    assert resolved(FilesystemResolver(str(shelf)), name.replace("/out", f"{tmp_path}/out", 1)) is None
+    assert resolved(FilesystemResolver(str(shelf)), name) is None
+
+
+def test_a_base_named_by_its_folder_is_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    adapter_in(tmp_path / "shelf" / "a", base_model_name_or_path=str(tmp_path / "link"))
+    resolver = FilesystemResolver(str(tmp_path / "shelf"))
+    assert resolved(resolver, "a", str(tmp_path / "model")) is not None
+    assert resolved(resolver, "a", str(tmp_path / "elsewhere")) is None
+
+
+def test_the_hubs_resolver_asks_for_named_repositories_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    adapter_in(tmp_path / "sql")
+    asked: list[tuple[str, str]] = []
+
+    def exists(repo: str, name: str) -> bool:
+        asked.append((repo, name))
+        return (tmp_path / name).exists()
+
+    def download(repo: str, *, allow_patterns: list[str]) -> str:
+        assert all(pattern.startswith("sql/adapter_") for pattern in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "file_exists", exists)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolver = HfHubResolver(["org/adapters"])
+    assert resolved(resolver, "org/adapters/sql") == str(tmp_path / "sql")
+    assert resolved(resolver, "org/adapters/chat") is None
+    assert asked == [("org/adapters", "sql/adapter_config.json"), ("org/adapters", "chat/adapter_config.json")]
+    for name in ("org/others/sql", "org/adaptersX/sql", "org/adapters/../sql", "sql"):
+        assert resolved(resolver, name) is None
+    assert len(asked) == 2, "no other repository is asked for anything"
+
+
+def test_a_hub_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(repo: str, name: str) -> bool:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "file_exists", fail)
+    assert resolved(HfHubResolver(["org/adapters"]), "org/adapters") is None
+
+
+def test_the_registry_has_vllms_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {})
+    mine = FilesystemResolver("/shelf")
+    LoRAResolverRegistry.register_resolver("mine", mine)
+    assert LoRAResolverRegistry.get_supported_resolvers() == {"mine"}
+    assert LoRAResolverRegistry.get_resolver("mine") is mine
+    with pytest.raises(KeyError, match=r"'other' not found. Available resolvers: mine"):
+        LoRAResolverRegistry.get_resolver("other")

@@ -1,0 +1,393 @@
+"""LoRA adapters over HTTP: named as `model` on every route, loaded and unloaded while the server runs, and found."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from http_server import engines_of, metric, serving, wait_until
+from null_adapters import write
+from server_here import MODEL, ServerHere, serving_here
+
+from headrace import InvalidRequestError, LoRARequest
+from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry
+from headrace.frontend.http.process.options import ServeOptions
+
+HI = [{"role": "user", "content": "hi"}]
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ENGINE: dict[str, Any] = {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("sql", "chat", "late"):
+        write(folder / name, name)
+    for name in ("found", "team/found"):
+        write(folder / "shelf" / name, name)
+    write(folder / "shelf" / "broken", "broken", r="no number")
+    write(folder / "shelf" / "elsewhere", "elsewhere", base_model_name_or_path="another/model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerHere]:
+    modules = (f"sql={folder}/sql", json.dumps({"name": "chat", "path": f"{folder}/chat", "base_model_name": "Base"}))
+    options = ServeOptions(
+        port=0,
+        lora_modules=modules,
+        allow_runtime_lora_updating=True,
+        lora_resolver_cache_dir=str(folder / "shelf"),
+    )
+    with serving_here(options, **ENGINE) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerHere) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def completed(client: httpx.Client, model: str | None = None, **fields: Any) -> str:
+    body = {"prompt": "a", "max_tokens": 8, "temperature": 0, **fields}
+    answer = client.post("/v1/completions", json=body if model is None else {"model": model, **body})
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def test_models_have_a_card_for_each_adapter(client: httpx.Client, folder: Path) -> None:
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+    assert list(cards)[:3] == [MODEL, "sql", "chat"], "the model is the default, so it comes first"
+    assert (cards[MODEL]["parent"], cards["sql"]["parent"], cards["chat"]["parent"]) == (None, MODEL, "Base")
+    assert cards["sql"]["root"] == f"{folder}/sql"
+    assert client.get("/v1/models/sql").json() == cards["sql"]
+    ids = [each["id"] for each in client.get("/v1/models", headers={"anthropic-version": "1"}).json()["data"]]
+    assert ids == list(cards)
+    assert "sql" in {each["name"] for each in client.get("/api/tags").json()["models"]}
+
+
+def test_the_official_client_gets_other_answers_by_model(server: ServerHere) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answers = {
+            model.id: client.completions.create(model=model.id, prompt="a", max_tokens=8, temperature=0)
+            for model in client.models.list()
+            if model.id in (MODEL, "sql", "chat")
+        }
+    assert [answer.model for answer in answers.values()] == [MODEL, "sql", "chat"]
+    assert len({answer.choices[0].text for answer in answers.values()}) == 3
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 8},
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 8},
+    "/v1/chat/completions/batch": {"messages": [HI, HI], "max_tokens": 8},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+    "/v1/messages": {"messages": HI, "max_tokens": 8},
+    "/api/chat": {"messages": HI, "stream": False, "options": {"num_predict": 8}},
+    "/api/generate": {"prompt": "hi", "stream": False, "options": {"num_predict": 8}},
+    "/invocations": {"prompt": "a", "max_tokens": 8},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/responses/input_tokens": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_takes_an_adapter_as_its_model(server: ServerHere, client: httpx.Client, path: str) -> None:
+    for model, name in ((MODEL, ""), ("sql", "sql"), (f"{MODEL}:chat", "chat"), ("team/found", "team/found")):
+        del server.sent[:]
+        answer = client.post(path, json={"model": model, **ROUTES[path]})
+        assert answer.status_code == 200, answer.text
+        assert all([each.name for each in request.adapters] == [name] * bool(name) for request in server.requests())
+        assert answer.json().get("model", model) == model
+    assert error_of(client.post(path, json={"model": "nobody", **ROUTES[path]}), 404)
+
+
+def test_ollamas_tag_is_of_adapters_too(server: ServerHere, client: httpx.Client) -> None:
+    del server.sent[:]
+    assert client.post("/api/chat", json={"model": "sql:latest", **ROUTES["/api/chat"]}).status_code == 200
+    (request,) = server.requests()
+    assert [each.name for each in request.adapters] == ["sql"]
+
+
+def test_sagemakers_header_names_an_adapter(server: ServerHere, client: httpx.Client) -> None:
+    del server.sent[:]
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": "sql"}
+    assert client.post("/invocations", json={"messages": HI, "max_tokens": 2}, headers=header).status_code == 200
+    (request,) = server.requests()
+    assert [each.name for each in request.adapters] == ["sql"]
+
+
+def test_an_adapter_is_loaded_used_and_unloaded(client: httpx.Client, folder: Path) -> None:
+    asked = {"lora_name": "late", "lora_path": f"{folder}/late"}
+    answer = client.post(LOAD, json=asked)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'late' added successfully.")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert completed(client, "late") != completed(client)
+    error = error_of(client.post(LOAD, json=asked), 400)
+    assert error["type"] == "InvalidUserInput"
+    assert error["message"] == (
+        "The lora adapter 'late' has already been loaded. If you want to load the adapter in place, set 'load_inplace'"
+        " to True."
+    )
+    answer = client.post(UNLOAD, json={"lora_name": "late", "lora_int_id": 1})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'late' removed successfully.")
+    assert error_of(client.post("/v1/completions", json={"model": "late", "prompt": "a"}), 404)["param"] == "model"
+    error = error_of(client.post(UNLOAD, json={"lora_name": "late"}), 404)
+    assert (error["type"], error["message"]) == ("NotFoundError", "The lora adapter 'late' cannot be found.")
+
+
+def test_an_adapter_is_loaded_in_place(client: httpx.Client, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "first")
+    assert client.post(LOAD, json={"lora_name": "a", "lora_path": path}).status_code == 200
+    first = completed(client, "a")
+    write(tmp_path / "a", "second")
+    assert completed(client, "a") == first
+    assert client.post(LOAD, json={"lora_name": "a", "lora_path": path, "load_inplace": True}).status_code == 200
+    assert completed(client, "a") not in (first, completed(client))
+    assert client.post(UNLOAD, json={"lora_name": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"lora_name": "a"}, 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_path": "/a"}, 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": MODEL, "lora_path": "/a"}, 400, "InvalidUserInput", "has the name of the model itself"),
+        ({"lora_name": "a", "lora_path": "/no/where"}, 404, "NotFoundError", "No adapter found for /no/where"),
+        ({"lora_name": "a", "lora_path": "SHELF/broken"}, 500, "InternalServerError", "could not be loaded"),
+        ({"lora_name": 7, "lora_path": "/a"}, 400, "invalid_request_error", "lora_name"),
+    ],
+)
+def test_a_load_that_fails_says_why(
+    client: httpx.Client, folder: Path, body: dict[str, Any], status: int, kind: str, message: str
+) -> None:
+    before = client.get("/v1/models").json()
+    given = {
+        name: str(value).replace("SHELF", f"{folder}/shelf") if name == "lora_path" else value
+        for name, value in body.items()
+    }
+    error = error_of(client.post(LOAD, json=given), status)
+    assert error["type"] == kind
+    assert message in error["message"]
+    assert client.get("/v1/models").json() == before
+
+
+def test_an_unload_needs_a_name(client: httpx.Client) -> None:
+    error = error_of(client.post(UNLOAD, json={}), 400)
+    assert error["message"] == "'lora_name' needs to be provided to unload a LoRA adapter."
+
+
+def test_sagemakers_routes_are_the_same(client: httpx.Client, folder: Path) -> None:
+    assert client.post("/adapters", json={"name": "late", "src": f"{folder}/late", "pin": True}).status_code == 200
+    assert completed(client, "late") != completed(client)
+    assert error_of(client.post("/adapters", json={"name": "late", "src": f"{folder}/late"}), 400)
+    assert client.delete("/adapters/late").status_code == 200
+    assert error_of(client.delete("/adapters/late"), 404)
+
+
+def test_llama_cpps_field_scales_several_adapters(server: ServerHere, client: httpx.Client) -> None:
+    listed = client.get("/lora-adapters").json()
+    assert [(each["id"], Path(each["path"]).name, each["scale"]) for each in listed[:2]] == [
+        (0, "sql", 0.0),
+        (1, "chat", 0.0),
+    ]
+    base, sql = completed(client), completed(client, "sql")
+    assert completed(client, lora=[]) == completed(client, lora=[{"id": 0, "scale": 0}]) == base
+    assert completed(client, lora=[{"id": 0, "scale": 1}]) == sql
+    del server.sent[:]
+    both = [{"id": 0, "scale": 0.5}, {"id": 1, "scale": -2}]
+    assert completed(client, lora=both) not in (base, sql)
+    (request,) = server.requests()
+    assert {each.name: each.scale for each in request.adapters} == {"sql": 0.5, "chat": -2.0}
+    chat = client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2, "lora": both})
+    assert chat.status_code == 200
+    error = error_of(client.post("/v1/completions", json={"prompt": "a", "lora": [{"id": 99, "scale": 1}]}), 400)
+    assert error["param"] == "lora"
+    assert "lora[0].id is 99; the ids are 0 to " in error["message"]
+    assert "lora" in error_of(client.post("/v1/completions", json={"prompt": "a", "lora": [{"id": 0}]}), 400)["message"]
+
+
+def test_scales_that_are_posted_apply_to_requests_without_the_field(client: httpx.Client) -> None:
+    base, sql = completed(client), completed(client, "sql")
+    assert client.post("/lora-adapters", json=[{"id": 0, "scale": 1.0}]).json()[0]["scale"] == 1.0
+    assert completed(client) == sql
+    assert completed(client, lora=[]) == base
+    assert client.post("/lora-adapters", json=[]).status_code == 200
+    assert completed(client) == base
+    assert error_of(client.post("/lora-adapters", json=[{"id": 99, "scale": 1}]), 400)
+
+
+def test_an_unknown_model_is_looked_for(client: httpx.Client) -> None:
+    assert completed(client, "found") != completed(client)
+    assert "found" in {card["id"] for card in client.get("/v1/models").json()["data"]}
+    for name in ("elsewhere", "missing", "../sql", "shelf/../../sql", "/etc/passwd"):
+        error = error_of(client.post("/v1/completions", json={"model": name, "prompt": "a"}), 404)
+        assert error["code"] == "model_not_found"
+    for _ in range(2):
+        error = error_of(client.post("/v1/completions", json={"model": "broken", "prompt": "a"}), 400)
+        assert error["message"].startswith("LoRA adapter 'broken' was found but could not be loaded: ")
+
+
+def test_a_resolver_of_ones_own_is_asked_too(
+    client: httpx.Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Mine(LoRAResolver):
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+            asked.append((base_model_name, lora_name))
+            if lora_name == "fails":
+                raise InvalidRequestError("the shelf fell down")
+            return LoRARequest(lora_name, 1, f"{folder}/sql") if lora_name == "mine" else None
+
+    monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {"mine": Mine()})
+    assert completed(client, "mine") == completed(client, "sql"), "the same content"
+    assert completed(client, "mine") == completed(client, "sql")
+    assert asked == [(MODEL, "mine")], "it was asked once"
+    error = error_of(client.post("/v1/completions", json={"model": "fails", "prompt": "a"}), 400)
+    assert "the shelf fell down" in error["message"]
+    assert client.post(UNLOAD, json={"lora_name": "mine"}).status_code == 200
+
+
+def test_batch_files_name_adapters_too(server: ServerHere) -> None:
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": name, "prompt": "a", "max_tokens": 4},
+        }
+        for name in (MODEL, "sql", "team/found", "nobody")
+    ]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        text = io.BytesIO(b"\n".join(json.dumps(each).encode() for each in lines))
+        file = client.files.create(file=("in.jsonl", text), purpose="batch")
+        del server.sent[:]
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 60, "the end of the batch")
+        counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None
+    assert (counts.completed, counts.failed) == (3, 1)
+    asked = [[each.name for each in request.adapters] for request in server.requests()]
+    assert sorted(asked) == [[], ["sql"], ["team/found"]]
+
+
+def test_an_adapter_whose_files_are_gone_fails_with_the_cause(client: httpx.Client, tmp_path: Path) -> None:
+    """It was evicted by others, so it has to be read again."""
+    path = write(tmp_path / "gone", "gone")
+    assert client.post(LOAD, json={"lora_name": "gone", "lora_path": path}).status_code == 200
+    shutil.rmtree(path)
+    names = [f"filler{number}" for number in range(8)]
+    for name in names:
+        asked = {"lora_name": name, "lora_path": write(tmp_path / name, name)}
+        assert client.post(LOAD, json=asked).status_code == 200
+    error = error_of(client.post("/v1/completions", json={"model": "gone", "prompt": "a"}), 500)
+    assert "adapter gone" in error["message"]
+    assert "could not be loaded" in error["message"]
+    assert completed(client, names[0]) != completed(client)
+    for name in ("gone", *names):
+        assert client.post(UNLOAD, json={"lora_name": name}).status_code == 200
+
+
+def test_metrics_tell_of_adapters(client: httpx.Client) -> None:
+    completed(client, "sql")
+    text = client.get("/metrics").text
+    assert 'max_lora="4"' in next(line for line in text.splitlines() if line.startswith("headrace:lora_requests_info{"))
+    assert metric(client, "headrace:adapters_registered") >= 2
+    assert metric(client, "headrace:adapter_loads_total") >= 2
+
+
+def test_without_permission_nothing_changes_and_lists_stay(folder: Path) -> None:
+    with (
+        serving_here(ServeOptions(port=0, lora_modules=(f"sql={folder}/sql",)), **ENGINE) as server,
+        server.client() as client,
+    ):
+        for path, body in (
+            (LOAD, {"lora_name": "a", "lora_path": f"{folder}/chat"}),
+            (UNLOAD, {"lora_name": "sql"}),
+            ("/adapters", {"name": "a", "src": f"{folder}/chat"}),
+            ("/lora-adapters", [{"id": 0, "scale": 1}]),
+        ):
+            assert "--allow-runtime-lora-updating" in error_of(client.post(path, json=body), 404)["message"]
+        assert error_of(client.delete("/adapters/sql"), 404)
+        assert len(client.get("/lora-adapters").json()) == 1
+        assert completed(client, "sql") != completed(client)
+
+
+def test_an_engine_without_adapters_names_the_option(folder: Path) -> None:
+    with serving_here(ServeOptions(port=0, allow_runtime_lora_updating=True)) as server, server.client() as client:
+        error = error_of(client.post(LOAD, json={"lora_name": "a", "lora_path": f"{folder}/sql"}), 400)
+        assert "--enable-lora" in error["message"]
+        assert error_of(client.post("/v1/completions", json={"model": "a", "prompt": "a"}), 404)
+        assert error_of(client.post("/v1/completions", json={"prompt": "a", "lora": [{"id": 0, "scale": 1}]}), 400)
+        assert client.post("/v1/completions", json={"prompt": "a", "lora": [], "max_tokens": 1}).status_code == 200
+        assert client.get("/lora-adapters").json() == []
+
+
+@pytest.mark.system
+def test_several_processes_and_engines_serve_each_load_at_once_and_a_killed_engine_changes_nothing(
+    folder: Path,
+) -> None:
+    """Each connection is dealt out to one of the HTTP processes, and each request to one of the engines."""
+    options = ("-dp", "2", "--api-server-count", "2", "--enable-lora", "--max-loras", "4", "--server-dev-mode")
+    with serving(*options, "--lora-modules", f"sql={folder}/sql", null_model={"step_delay_s": 0.02}) as server:
+
+        def answers(**body: Any) -> set[tuple[int, str]]:
+            found = set()
+            for rank in (0, 1):
+                for _ in range(6):
+                    with server.client() as each:
+                        asked = {"prompt": [5], "max_tokens": 4, "data_parallel_rank": rank, **body}
+                        answer = each.post("/v1/completions", json=asked)
+                        found.add((answer.status_code, answer.text.partition('"text":')[2][:40]))
+            return found
+
+        def load(path: str, **body: Any) -> None:
+            with server.client() as each:
+                answer = each.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+
+        (base,), (sql,) = answers(), answers(model="sql")
+        load(LOAD, lora_name="late", lora_path=f"{folder}/late")
+        (late,) = answers(model="late")
+        load(LOAD, lora_name="chat", lora_path=f"{folder}/chat")
+        (chat,) = answers(model="chat")
+        assert {status for status, _ in (base, sql, late, chat)} == {200}
+        assert len({base, sql, late, chat}) == 4
+        load(UNLOAD, lora_name="late")
+        assert {status for status, _ in answers(model="late")} == {404}
+
+        def whole(model: str, rank: int) -> tuple[int, str]:
+            body = {"model": model, "prompt": [7], "max_tokens": 200, "ignore_eos": True, "data_parallel_rank": rank}
+            with server.client() as each:
+                answer = each.post("/v1/completions", json=body)
+                return answer.status_code, answer.json()["choices"][0]["text"]
+
+        expected = {model: whole(model, 0) for model in ("sql", "chat")}
+        with ThreadPoolExecutor(2) as pool, server.client() as each:
+            running = {model: pool.submit(whole, model, 0) for model in expected}
+            wait_until(lambda: metric(each, "headrace:num_requests_running", engine="0") == 2, 30, "both to run")
+            sorted(engines_of(server), key=psutil.Process.create_time)[0].kill()
+            assert {model: told.result(60) for model, told in running.items()} == expected
+            server.wait_log(r"moved from engine 0 to engine 1")
+        wait_until(lambda: len(engines_of(server)) == 2, 60, "the engine's return")
+        wait_until(lambda: answers(model="chat") == {chat}, 60, "its adapters")
