@@ -101,6 +101,9 @@ class Registry:
             del self._by_key[each.name, each.path]
         if self._by_name.get(name) in gone:
             del self._by_name[name]
+            for other in self:
+                if other.name == name:
+                    self._by_name.setdefault(name, other)
         return gone
 
     # --- versions -----------------------------------------------------------------------------------------------

@@ -391,6 +391,14 @@ def test_an_adapter_that_never_loaded_is_not_listed(tmp_path: Path) -> None:
     assert why(failed(core, *uses("m", path=missing))).startswith(f"adapter m ({missing}) could not be loaded")
     assert not _listed(core, core.open())
     assert why(failed(core, *uses("m"))) == "there is no adapter m; known: none"
+    core.executor.may_load.clear()
+    client = core.open()
+    client.add(0, PROMPT, adapters=uses("m", path=missing))
+    client.add(1, PROMPT, adapters=uses("m", path=write(tmp_path / "there", "content")))
+    core.run_until(lambda: len(core.loop.gates) == 2)
+    core.executor.may_load.set()
+    core.finish_all(client, count=2)
+    assert ask(core, *uses("m")) == client.tokens()[1]  # the name is that of the path that is there
 
 
 def test_a_load_that_hangs_costs_a_slot_and_no_other_adapter(folders: list[str]) -> None:
