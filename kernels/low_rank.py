@@ -101,3 +101,12 @@ class EmbeddingDelta:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.a, self.b, self.rows) if each is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankExperts:
+    """An adapter's part of a layer's experts; None for those that it leaves as they are."""
+
+    gate_up: tuple[LowRank | None, ...]
+    """The gate's rows, then the up projection's."""
+    down: tuple[LowRank | None, ...]

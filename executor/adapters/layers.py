@@ -9,7 +9,7 @@ rank's share are those of declared_weights.py and padding.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,16 +19,21 @@ from headrace.executor.adapters.peft_files import SHOWN, Adapter, AdapterModule
 from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.blocks import Declared, LayerDeclaration, Linear, size_of
+from headrace.executor.models.blocks import Declared, ExpertStack, LayerDeclaration, Linear, size_of
 from headrace.executor.models.reading import own_part
-from headrace.executor.parallel.padding import GrownAxis, grown_axes
+from headrace.executor.parallel.padding import GrownAxis, Span, grown_axes
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
-from headrace.kernels.low_rank import EmbeddingDelta, LowRank, LowRankPart
+from headrace.kernels.low_rank import EmbeddingDelta, LowRank, LowRankExperts, LowRankPart
 
+Delta = LowRank | LowRankExperts | EmbeddingDelta
 ReadBase = Callable[[], WeightSource]
 """The model's weights under the declared names, without padding."""
+Factors = tuple[Tensor, Tensor]
+"""A [rank, in_features] and B [out_features, rank], float32."""
+STACKED = "mlp.experts"
+"""The module of experts in transformers, whatever a checkpoint's names are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +50,7 @@ class AdaptableLayers:
     target_modules: tuple[str, ...] = ()
     """Ends of the names of modules that adapters may change; empty: all."""
 
-    def deltas(self, adapter: Adapter) -> dict[str, LowRank | EmbeddingDelta]:
+    def deltas(self, adapter: Adapter) -> dict[str, Delta]:
         """By the name of the layer's first matrix, of the head, and of the embedding.
 
         Raises ModelError for a module that the model does not have, or that no adapter can change, and for factors that
@@ -80,9 +85,9 @@ class _Mapped:
             self._base = self.layers.read_base()
         return self._base
 
-    def deltas(self) -> dict[str, LowRank | EmbeddingDelta]:
+    def deltas(self) -> dict[str, Delta]:
         spec, padded, place = self.layers.spec, self.layers.padded, self.layers.place
-        own, found = set(place.layers(spec.num_layers)), dict[str, LowRank | EmbeddingDelta]()
+        own, found = set(place.layers(spec.num_layers)), dict[str, Delta]()
         for index, (layer, whole) in enumerate(zip(padded.layers, spec.layers, strict=True)):
             start = spec.names.layer(self.layers.prefix, index)
             declared = (_linears(LayerDeclaration.of(*each)) for each in ((padded, layer), (spec, whole)))
@@ -90,6 +95,11 @@ class _Mapped:
                 matrices = self._matrices(start, linear, unpadded)
                 if index in own and matrices:
                     found[start + linear.matrices[0][0]] = self._low_rank(linear, matrices)
+            stacks = (_stacks(LayerDeclaration.of(*each)) for each in ((padded, layer), (spec, whole)))
+            for stack, unpadded in zip(*stacks, strict=True):
+                experts = self._experts(start, stack, unpadded)
+                if index in own and experts is not None:
+                    found[start + stack.gates[0]] = experts
         if (table := self.modules.get(name := f"{self.layers.prefix}{spec.names.embedding}")) is not None:
             embedding = self._embedding(table)
             if place.is_first_stage:
@@ -101,6 +111,76 @@ class _Mapped:
                     found[name] = head
         self._check_used()
         return found
+
+    def _experts(self, start: str, stack: ExpertStack, unpadded: ExpertStack) -> LowRankExperts | None:
+        """What the adapter has for a layer's experts on this rank: of each by itself, or of all in one tensor."""
+        place, count = self.layers.place, len(stack.gates)
+        factors = self._factors_of_experts(start, stack, unpadded)
+        if not factors:
+            return None
+        own = None if place.has_whole_experts(count) else own_part(stack.inner, place)
+        gate_ups, downs = list[LowRank | None](), list[LowRank | None]()
+        for expert in place.experts(count):
+            pair = [factors.get(start + names[expert]) for names in (stack.gates, stack.ups)]
+            gate_ups.append(_side_by_side(pair, self._inner(stack, unpadded), own, stack.hidden))
+            downs.append(_from_inner(factors.get(start + stack.downs[expert]), self._inner(stack, unpadded), own))
+        return LowRankExperts(tuple(gate_ups), tuple(downs))
+
+    def _inner(self, stack: ExpertStack, unpadded: ExpertStack) -> GrownAxis:
+        """The inner dimension of experts, which padding may have enlarged."""
+        size = unpadded.inner.size
+        return GrownAxis(size, stack.inner.size, (Span(0, 0, size),))
+
+    def _factors_of_experts(self, start: str, stack: ExpertStack, unpadded: ExpertStack) -> dict[str, Factors]:
+        """(A, scaled B) by the name of the expert's matrix."""
+        found = dict[str, Factors]()
+        inner, hidden = unpadded.inner.size, stack.hidden
+        of_each = ((stack.gates, (inner, hidden)), (stack.ups, (inner, hidden)), (stack.downs, (hidden, inner)))
+        for names, shape in of_each:
+            for name in names:
+                if (module := self.modules.get(start + name)) is not None:
+                    self._plain(module)
+                    a, b = self._factors(module, shape)
+                    found[start + name] = a, b * self.adapter.config.scaling(module.name, len(a))
+        for module in self._stacked_modules(start, stack):
+            self._plain(module)
+            assert module.factors is not None, "_plain has looked"
+            a, b = (each.float() for each in module.factors)
+            count, (rows, columns) = len(stack.gates), (len(b), a.shape[1])
+            if len(a) % count or (rows, columns) not in ((2 * inner, hidden), (hidden, inner)):
+                raise self._error(
+                    f"{module.name} has factors of {list(a.shape)} and {list(b.shape)}, and the model has {count} "
+                    f"experts of {[2 * inner, hidden]} and {[hidden, inner]}"
+                )
+            b = b * self.adapter.config.scaling(module.name, len(a) // count)
+            if (rows, columns) == (hidden, inner):
+                parts = [(stack.downs, slice(None))]
+            elif (stacked := self.layers.spec.stacked) is not None and stacked.alternating:
+                parts = [(stack.gates, slice(0, None, 2)), (stack.ups, slice(1, None, 2))]
+            else:
+                parts = [(stack.gates, slice(0, inner)), (stack.ups, slice(inner, None))]
+            each_a, each_b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count))
+            for names, own in parts:
+                found |= {start + name: (each_a[i], each_b[own, :, i]) for i, name in enumerate(names)}
+        return found
+
+    def _stacked_modules(self, start: str, stack: ExpertStack) -> list[AdapterModule]:
+        """Modules whose factors are of all experts: peft wraps the module of experts once for each of its tensors."""
+        spec = self.layers.spec
+        names = [spec.names.experts, STACKED]
+        if not stack.gates[0].startswith(f"{spec.names.experts}."):
+            return []  # a shared expert
+        if spec.stacked is not None:
+            names.append(spec.stacked.gate_up.rpartition(".")[0])
+        wrapped = [f"{start}{name}{'.base_layer' * depth}" for name in dict.fromkeys(names) for depth in range(2)]
+        return [self.modules[name] for name in wrapped if name in self.modules]
+
+    def _plain(self, module: AdapterModule) -> None:
+        """Raises ModelError unless it has factors and nothing else."""
+        self.used.add(module.name)
+        others = (module.b_bias, module.embedding_a, module.magnitude, module.weight, module.bias)
+        if module.factors is None or any(each is not None for each in others):
+            raise self._error(f"{module.name}: of experts, the two factors of plain LoRA alone are supported")
 
     def _embedding(self, module: AdapterModule) -> EmbeddingDelta:
         spec = self.layers.spec
@@ -149,7 +229,7 @@ class _Mapped:
             if module.b_bias is not None:
                 added = module.b_bias.float()[own] * scaling
                 bias = added if bias is None else bias + added
-            a = torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2))
+            a = _of_even_rank(a)
         return LowRank(own.stop - own.start, a, parts, bias)
 
     def _head_bias(self, module: AdapterModule, own: slice) -> Tensor | None:
@@ -213,7 +293,7 @@ class _Mapped:
             if module.name not in first_columns:
                 first_columns[module.name] = width
                 a = _own(first.T, self.grown.get(f"{each.name}.weight", {}).get(1), columns).T
-                factors.append(torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2)))  # pairs of kernels in bfloat16
+                factors.append(_of_even_rank(a))
                 width += len(factors[-1])
             scaling = config.scaling(module.name, len(first)) * self._factor(each.name)
             b = self._rows(each, second * scaling)
@@ -321,6 +401,39 @@ class _Matrix:
 def _is_chosen(name: str, ends: Iterable[str]) -> bool:
     ends = tuple(ends)
     return not ends or any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _stacks(declaration: LayerDeclaration) -> Iterator[ExpertStack]:
+    return (each for each in declaration.ffn.values() if isinstance(each, ExpertStack))
+
+
+def _side_by_side(pair: Sequence[Factors | None], inner: GrownAxis, own: slice | None, columns: int) -> LowRank | None:
+    """The gate and up projection of an expert, whose rows a rank may share."""
+    if pair == [None, None]:
+        return None
+    factors, parts, width = [], [], 0
+    taken = inner.padded if own is None else own.stop - own.start
+    for nth, each in enumerate(pair):
+        if each is None:
+            continue
+        a, b = each
+        parts.append(LowRankPart(nth * taken, width, _own(b, inner, own)))
+        factors.append(_of_even_rank(a))
+        width += len(factors[-1])
+    return LowRank(2 * taken, torch.cat(factors), tuple(parts))
+
+
+def _from_inner(factors: Factors | None, inner: GrownAxis, own: slice | None) -> LowRank | None:
+    """The down projection of an expert, whose columns a rank may share."""
+    if factors is None:
+        return None
+    a, b = factors
+    return LowRank(len(b), _of_even_rank(_own(a.T, inner, own).T), (LowRankPart(0, 0, b),))
+
+
+def _of_even_rank(a: Tensor) -> Tensor:
+    """With a row of zeros if their number is odd: kernels in bfloat16 multiply pairs."""
+    return torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2))
 
 
 def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:

@@ -64,7 +64,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """The largest of its modules."""
-        return max((len(each.a) for each in self.modules.values() if each.a is not None), default=self.config.rank)
+        return max(self.config.rank, *self.config.rank_pattern.values(), 0)
 
 
 def read_adapter(path: str, max_rank: int, most_elements: int) -> Adapter:

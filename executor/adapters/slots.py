@@ -15,6 +15,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.sizes import weight_elements
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.adapters import AdapterFacts
+from headrace.ipc.failure import ModelError
 
 
 class AdapterTable(Protocol):
@@ -71,6 +72,9 @@ class AdapterSlots:
         self.drop(slot)
         adapter = read_adapter(path, self._limits.max_rank, weight_elements(self._layers.spec))
         deltas = self._layers.deltas(adapter)
+        for name in deltas:
+            if name not in self._tables:
+                raise ModelError(f"the adapter {path} changes {name} and its like, which adapters cannot here")
         packed = {name: self._tables[name].pack(delta) for name, delta in deltas.items()}
         with self._lock:
             self._put(slot, packed)

@@ -22,6 +22,7 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.ipc.adapters import MOST_USED
 from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GROUPED_TYPES,
@@ -29,6 +30,7 @@ from headrace.kernels.cpu.facade import (
     Arena,
     DeltaTable,
     EmbeddingTable,
+    ExpertDeltas,
     Norm,
     PackedDelta,
     PackedExperts,
@@ -228,7 +230,16 @@ class CpuWeights(CheckedWeights):
             downs.append(self.pack(down, gated=False))
         biases = self.expert_biases(declared, prefix) if declared.bias else None
         places, loads = self.expert_places(declared)
-        packed = PackedExperts(tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads)
+        deltas = None
+        if self.adapters is not None and loads is None:  # balanced experts change their places
+            dtype, slots = getattr(torch, self.adapters.dtype), self.adapters.slots
+            gate_up, down = (DeltaTable(stack[0], dtype, slots) for stack in (gate_ups, downs))
+            most_used, most_width = min(self.adapters.max_loras, MOST_USED), 2 * (self.adapters.max_rank + 1)
+            deltas = ExpertDeltas(gate_up, down, most_used, most_width)
+            self.adapter_tables[prefix + declared.gates[0]] = deltas
+        packed = PackedExperts(
+            tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads, deltas=deltas
+        )
         if places is not None and loads is not None:
             self.note_balanced(packed, places, loads)
         return packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.kernels.cpu import build, units
 from headrace.kernels.cpu.attention.cache import CACHE_TYPES, why_no_attention, why_no_latent_attention
 from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
-from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
+from headrace.kernels.cpu.experts.moe import ExpertDeltas, PackedExperts, why_no_experts
 from headrace.kernels.cpu.linear.args import DTYPES
 from headrace.kernels.cpu.linear.deltas import DeltaTable, EmbeddingTable, PackedDelta, PairedRows
 from headrace.kernels.cpu.linear.linear import (
@@ -55,6 +55,7 @@ __all__ = [
     "Builder",
     "DeltaTable",
     "EmbeddingTable",
+    "ExpertDeltas",
     "GroupC",
     "LatentLayer",
     "LayerCache",

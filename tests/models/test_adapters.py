@@ -14,6 +14,7 @@ import torch
 from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
 from rank_threads import pool_for_each_rank, run_ranks
+from safetensors.torch import load_file, save_file
 from tiny_models import state_of
 from torch import Tensor
 
@@ -236,3 +237,50 @@ def test_adapters_of_quantised_models_see_the_inputs_unquantised(case: str, tmp_
     expected = models.logits("one", PROMPTS[0], answers[0])
     assert answers[0] == expected.argmax(-1).tolist()
     assert float(((logits[0] - expected) ** 2).mean().sqrt() / expected.std()) < bound
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3_moe"])
+def test_adapters_of_stacked_experts_equal_peft(name: str, tmp_path: Path) -> None:
+    models = PeftModels(reference(name), tmp_path)
+    decoder, slots = make(name, "program")
+    targets = {"target_modules": ["o_proj", "q_proj"], "target_parameters": EXPERTS}
+    for slot in (0, 2):
+        slots.load(slot, str(models.make(f"adapter {slot}", seed=slot, r=2 + slot, **targets)))
+    uses = ((RowAdapter(2, 1.0),), (), (RowAdapter(0, 1.0),), (RowAdapter(2, 1.0),))
+    answers, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=16, adapters=uses)
+    check(answers, logits, models, ("adapter 2", "", "adapter 0", "adapter 2"))
+    plain, _ = make(name, "program", limits=None)
+    _, alone = Driver(plain).greedy(PROMPTS, NEW_TOKENS, chunk=16)
+    assert torch.equal(logits[1], alone[1])
+
+
+def test_adapters_of_single_experts_are_those_of_the_stack(tmp_path: Path) -> None:
+    """In the form of peft's files beside transformers 4: a pair of factors for each expert's matrix."""
+    models = PeftModels(reference("qwen3_moe"), tmp_path)
+    stacked = models.make("one", target_modules=["o_proj"], target_parameters=EXPERTS)
+    single = tmp_path / "single"
+    single.mkdir()
+    (single / "adapter_config.json").write_text((stacked / "adapter_config.json").read_text())
+    tensors = dict[str, Tensor]()
+    for key, tensor in load_file(stacked / "adapter_model.safetensors").items():
+        if ".experts." not in key:
+            tensors[key] = tensor
+            continue
+        start, count, is_a = key.partition(".experts.")[0], 5, "lora_A" in key
+        inner = "base_layer" in key
+        each = tensor.unflatten(0, (count, -1)) if is_a else tensor.unflatten(1, (-1, count)).permute(2, 0, 1)
+        for expert, own in enumerate(each):
+            halves = {"down_proj": own} if not inner else {"gate_proj": own, "up_proj": own}
+            if inner and not is_a:
+                halves = dict(zip(("gate_proj", "up_proj"), own.chunk(2), strict=True))
+            for name, part in halves.items():
+                factor = "A" if is_a else "B"
+                tensors[f"{start}.experts.{expert}.{name}.lora_{factor}.weight"] = part.contiguous().clone()
+    save_file(tensors, single / "adapter_model.safetensors")
+    decoder, slots = make("qwen3_moe", "program")
+    slots.load(0, str(single))
+    answers, logits = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=16, adapters=((RowAdapter(0, 1.0),),) * 2)
+    check(answers, logits, models, ("one", "one"))

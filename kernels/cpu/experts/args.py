@@ -59,4 +59,8 @@ class ExpertsArgs(ctypes.Structure):
         ("inner_dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("add_to_out", ctypes.c_int32),
+        ("gate_up_site", ctypes.c_void_p),
+        ("down_site", ctypes.c_void_p),
+        ("delta_uses", ctypes.c_int64),
+        ("delta_width", ctypes.c_int64),
     )

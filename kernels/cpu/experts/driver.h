@@ -46,6 +46,7 @@ struct StackRun {
   // True for the first stack: x has the step's rows, and out one row per pair. Otherwise x has one row per pair, whose
   // result is added to the step's row.
   bool gathers;
+  StackDeltas* deltas;  // null: none
 };
 
 // The rows of x of pairs [begin, end) one after another: in place if they already are contiguous, else copied.
@@ -66,7 +67,8 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
   args.weight = run.experts[0];
   if (!run.x.base) run.x = prepare_rows<Kernel>(args, step, run.num_rows, thread, num_threads);
   const int64_t bytes = Kernel::usable(args) ? args.weight.k * size_of(args.x_dtype) : run.x.row_bytes;
-  const int64_t pitch = whole_lines(bytes), most_rows = gathered_rows(pitch);
+  const int64_t pitch = whole_lines(bytes);
+  const int64_t most_rows = run.deltas && kStackRows < gathered_rows(pitch) ? kStackRows : gathered_rows(pitch);
   const int64_t units = panels_of(args.weight) / args.weight.fan;
   float* sums = reinterpret_cast<float*>(run.scratch + most_rows * pitch);
   // In the first stack the threads with one unit more rotate from expert to expert; in the second each thread must keep
@@ -94,6 +96,7 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
         args.add_to = run.pairs.rows + begin;
         args.scales = run.pairs.scales + begin;
       }
+      if (run.deltas) args.deltas = run.deltas->begin(*run.deltas, run, expert, begin, end, thread);
       for (int64_t unit = mine.begin; unit < mine.end; ++unit)
         run_unit<Kernel>(args, x, unit, 0, end - begin, sums, nullptr);
     }

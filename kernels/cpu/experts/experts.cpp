@@ -72,7 +72,7 @@ void leave_best_groups(const RouteArgs& args, float* keys, float* worth, int32_t
 // Offsets of the parts of the op's scratch, and its sizes, for a number of rows.
 struct ExpertsScratch {
   int64_t shared_inner, shared_bytes;
-  int64_t own_inner, stack, starts, rows, scales, own_bytes;
+  int64_t own_inner, stack, starts, rows, scales, deltas, own_bytes;
 };
 
 ExpertsScratch scratch_of(const ExpertsArgs& args, int64_t rows) {
@@ -89,7 +89,9 @@ ExpertsScratch scratch_of(const ExpertsArgs& args, int64_t rows) {
   at.starts = at.stack + (first > second ? first : second);
   at.rows = at.starts + whole_lines(2 * (args.num_experts + 1) * 4);
   at.scales = at.rows + whole_lines(pairs * 4);
-  at.own_bytes = at.scales + whole_lines(pairs * 4);
+  at.deltas = at.scales + whole_lines(pairs * 4);
+  const int64_t k = gate_up.k > down.k ? gate_up.k : down.k;
+  at.own_bytes = at.deltas + (args.gate_up_site ? stack_delta_bytes(args.delta_uses, args.delta_width, k) : 0);
   return at;
 }
 
@@ -246,6 +248,14 @@ HR_EXPORT void hr_op_experts(const void* raw, const Step& step, int thread, int 
   inner_step.scratch += at.own_inner;
   StackRun first = first_stack(args, rows, pairs, own + at.stack);
   StackRun second = second_stack(args, pairs, own + at.stack);
+  StackDeltas first_deltas, second_deltas;
+  if (step.adapters && args.gate_up_site) {
+    const RowAdapters* adapters = step.adapters + (args.rows == Rows::kLogits ? 1 : 0);
+    first_deltas = stack_deltas(args.gate_up_site, adapters, own + at.deltas);
+    second_deltas = stack_deltas(args.down_site, adapters, own + at.deltas);
+    first.deltas = &first_deltas;
+    second.deltas = &second_deltas;
+  }
   const int64_t all = pairs.starts[args.num_experts];
   for (int64_t begin = 0; begin < all;) {
     first.pass = second.pass = next_pass(pairs, args.num_experts, begin, args.pass_rows);

@@ -69,6 +69,11 @@ struct ExpertsArgs {
   DType inner_dtype;
   Activation activation;
   int32_t add_to_out;  // 1: the result is added to out; 0: it overwrites out
+  // Null: no adapters change the experts.
+  const DeltaSite* gate_up_site;
+  const DeltaSite* down_site;
+  int64_t delta_uses;   // the most adapters of a row
+  int64_t delta_width;  // the most columns of their y
 };
 
 }  // namespace headrace

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.kernels.cpu.experts.args import ExpertsArgs, RouteArgs
 from headrace.kernels.cpu.linear.args import GATED_ACTIVATIONS, PackedWeightC, ScratchNeed
+from headrace.kernels.cpu.linear.deltas import DeltaTable, PackedDelta
 from headrace.kernels.cpu.linear.linear import (
     DTYPES,
     FLOAT_TYPES,
@@ -32,6 +33,7 @@ from headrace.kernels.cpu.ops import why_no_op
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.expert_places import ExpertPlaces
+from headrace.kernels.low_rank import LowRankExperts
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
@@ -40,6 +42,37 @@ SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1, 
 PASS_BYTES, LEAST_PASS_ROWS = 16 << 20, 256
 """Limits on the activations between an expert's two products in one pass, large enough that many rows share each read
 of the weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExpertDeltas:
+    """An adapter's part of a layer's experts."""
+
+    gate_up: PackedDelta | None
+    down: PackedDelta | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.gate_up, self.down) if each is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertDeltas:
+    """The adapters of a layer's experts, by slot."""
+
+    gate_up: DeltaTable
+    down: DeltaTable
+    most_used: int
+    """Adapters of a row."""
+    most_width: int
+    """Values of y of a row and adapter."""
+
+    def pack(self, delta: LowRankExperts) -> PackedExpertDeltas:
+        return PackedExpertDeltas(self.gate_up.pack_stack(delta.gate_up), self.down.pack_stack(delta.down))
+
+    def put(self, slot: int, packed: PackedExpertDeltas | None) -> None:
+        self.gate_up.put(slot, None if packed is None else packed.gate_up)
+        self.down.put(slot, None if packed is None else packed.down)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +91,8 @@ class PackedExperts:
     """The map from the router's experts to these; None if they are all of them, in order."""
     loads: Tensor | None = None
     """[num_experts] int64: counters of the rows that each expert computes; None if they are not needed."""
+    deltas: ExpertDeltas | None = None
+    """None where adapters cannot change them."""
 
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
@@ -146,7 +181,12 @@ class PackedExperts:
             args.gate_up_bias, args.down_bias = (pointer(bias) for bias in self.biases)
         if self.loads is not None:
             args.loads = pointer(self.loads)
-        return args, (*stacks, self)
+        if self.deltas is None:
+            return args, (*stacks, self)
+        sites = self.deltas.gate_up.describe(), self.deltas.down.describe()
+        args.gate_up_site, args.down_site = map(ctypes.addressof, sites)
+        args.delta_uses, args.delta_width = self.deltas.most_used, self.deltas.most_width
+        return args, (*stacks, *sites, self)
 
     def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
         """The scratch to reserve in the pool for up to `max_rows` rows: (shared bytes, bytes per thread)."""

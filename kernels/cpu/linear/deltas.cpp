@@ -199,7 +199,82 @@ void fetch(const DeltaRun& run, int64_t unit) {
   }
 }
 
+int64_t lines_of(int64_t values) { return whole_lines(4 * values); }
+
+// StackDeltas.begin
+const DeltaRun* begin_stack(StackDeltas& deltas, const StackRun& run, int64_t expert, int64_t begin, int64_t end,
+                            int thread) {
+  const DeltaSite& site = *deltas.site;
+  const RowAdapters& rows = *deltas.rows;
+  const int64_t count = end - begin, pairs = rows.most_used * count, room = lines_of(rows.most_used * kStackRows);
+  auto* pair_of = reinterpret_cast<int32_t*>(deltas.scratch);
+  auto* slot_of = reinterpret_cast<int32_t*>(deltas.scratch + room);
+  auto* scales = reinterpret_cast<float*>(deltas.scratch + 2 * room);
+  auto* from = reinterpret_cast<int32_t*>(deltas.scratch + 3 * room);
+  auto* sums = reinterpret_cast<float*>(deltas.scratch + 4 * room);
+  char* gathered = deltas.scratch + 4 * room + kStackRows * kPanelRows * 4;
+  const DType type = type_of_y(site);
+  int64_t y_bytes = 0;
+  for (int64_t at = 0; at < pairs; ++at) {
+    const int32_t pair = rows.pair_of[at / count * rows.num_rows + run.pairs.rows[begin + at % count]];
+    const Delta* delta = pair < 0 ? nullptr : delta_of(site, rows.slot_of[pair], expert);
+    pair_of[at] = delta ? static_cast<int32_t>(at) : -1;
+    slot_of[at] = delta ? rows.slot_of[pair] : -1;
+    scales[at] = delta ? rows.scales[pair] : 0.0f;
+    if (delta && delta->width * size_of(type) > y_bytes) y_bytes = delta->width * size_of(type);
+  }
+  if (y_bytes == 0) return nullptr;
+  for (int64_t i = 0; i < count; ++i)
+    from[i] = run.gathers ? run.pairs.rows[begin + i] : static_cast<int32_t>(begin + i - run.pass.begin);
+  LinearArgs own = {};
+  own.weight.k = run.experts[0].k;
+  own.weight.type = site.type;
+  own.weight.fan = 1;
+  own.x = run.linear.x;
+  own.x_stride = run.linear.x_stride;
+  own.x_thread_stride = run.linear.x_thread_stride;
+  own.x_dtype = run.linear.x_dtype;
+  own.out_dtype = type;
+  y_bytes = whole_lines(y_bytes);
+  own.out_stride = y_bytes / size_of(type);
+  deltas.own = site;
+  deltas.own.y = gathered + kStackRows * whole_lines(prepared_row_bytes(own.weight));
+  deltas.paired = {nullptr, rows.slots, nullptr, slot_of, scales, pair_of, rows.num_slots, rows.most_used, count};
+  deltas.run = {expand, fetch, &deltas.own, &deltas.paired, y_bytes, run.experts[0].fan, expert, type};
+  for (int64_t at = 0; at < pairs;) {
+    int64_t size = 1;
+    if (pair_of[at] >= 0) {
+      while ((at + size) % count != 0 && slot_of[at + size] == slot_of[at]) ++size;
+      const Delta& delta = *delta_of(site, slot_of[at], expert);
+      const Prepared x = gather_pairs(own, site, from + at % count, size, gathered, thread);
+      own.weight.data = delta.a;
+      own.weight.n = delta.width;
+      char* y = deltas.own.y + at * y_bytes;
+      own.out = y;
+      for (int64_t panel = 0; panel < panels_of(own.weight); ++panel)
+        site.tiles->unit(own, x, panel, 0, size, sums, nullptr);
+      scale_rows(deltas.run, type, y, at, size, 0, delta.width);
+    }
+    at += size;
+  }
+  return &deltas.run;
+}
+
 }  // namespace
+
+StackDeltas stack_deltas(const DeltaSite* site, const RowAdapters* rows, char* scratch) {
+  StackDeltas deltas = {};
+  deltas.begin = begin_stack;
+  deltas.site = site;
+  deltas.rows = rows;
+  deltas.scratch = scratch;
+  return deltas;
+}
+
+int64_t stack_delta_bytes(int64_t most_used, int64_t width, int64_t k) {
+  return 4 * lines_of(most_used * kStackRows) +
+         kStackRows * (kPanelRows * 4 + lines_of(k + 16) + most_used * lines_of(width));
+}
 
 void linear_with_deltas(const LinearArgs& args, const Step& step, int thread, int num_threads) {
   const DeltaSite& site = *args.site;

@@ -76,6 +76,27 @@ struct DeltaRun {
   DType y_type;    // what tiles of the site's type read without preparation
 };
 
+// The adapters of a stack of experts, on one thread: y is computed for each block of an expert's rows by every thread
+// that multiplies them, which costs less than waiting, as each expert has few.
+constexpr int64_t kStackRows = 64;  // most rows of such a block
+
+struct StackDeltas {
+  // Prepares the additions to pairs [begin, end) of an expert; null if there are none.
+  const DeltaRun* (*begin)(StackDeltas& deltas, const struct StackRun& run, int64_t expert, int64_t begin, int64_t end,
+                           int thread);
+  const DeltaSite* site;
+  const RowAdapters* rows;
+  char* scratch;  // [stack_delta_bytes]
+  DeltaSite own;
+  RowAdapters paired;  // of the block's rows
+  DeltaRun run;
+};
+
+StackDeltas stack_deltas(const DeltaSite* site, const RowAdapters* rows, char* scratch);
+
+// Scratch of a thread. width: the most columns of y; k: of x.
+int64_t stack_delta_bytes(int64_t most_used, int64_t width, int64_t k);
+
 // One slot's part of a table of token embeddings: rank columns of A and B, or whole rows in the place of the table's.
 struct EmbedDelta {
   const float* a;     // [vocab_size, rank]

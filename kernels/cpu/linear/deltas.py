@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,30 +31,39 @@ BLOCK_BYTES, LEAST_GATHERED, MOST_BLOCK_ROWS = 384 * 1024, 48, 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedDelta:
-    """An adapter's part of one packed weight."""
+    """An adapter's part of one packed weight, or of each of a stack."""
 
-    delta: DeltaC
-    width: int
-    """Values per row of y, of at most 4 bytes."""
+    deltas: ctypes.Array[DeltaC]
     nbytes: int
     kept: tuple[object, ...] = field(repr=False)
-    """What `delta` points to."""
+    """What `deltas` point to."""
 
 
 class DeltaTable:
-    """The slots of one packed weight. One is filled or emptied while steps run that do not use it."""
+    """The slots of one packed weight, or of a stack of one type and shape. One is filled or emptied while steps run
+    that do not use it."""
 
     def __init__(self, weight: PackedLinear, dtype: torch.dtype, num_slots: int) -> None:
-        """dtype: that adapters are packed in."""
+        """weight: the one, or any of the stack. dtype: that adapters are packed in."""
         self._weight, self._dtype, self._order = weight, dtype, _row_order(weight)
         self._slots = (ctypes.c_void_p * num_slots)()
         self._held: list[PackedDelta | None] = [None] * num_slots
 
     def pack(self, delta: LowRank) -> PackedDelta | None:
         """None for an adapter that leaves the weight as it is."""
-        if delta.is_nothing:
-            return None
-        found = DeltaC(width=len(delta.a), replaces=delta.whole is not None)
+        return self.pack_stack([delta])
+
+    def pack_stack(self, stack: Sequence[LowRank | None]) -> PackedDelta | None:
+        """An adapter's parts of a stack of weights of one shape; None for those that stay as they are."""
+        deltas, kept = (DeltaC * len(stack))(), list[Any]()
+        for found, delta in zip(deltas, stack, strict=True):
+            if delta is not None and not delta.is_nothing:
+                kept += self._fill(found, delta)
+        return PackedDelta(deltas, sum(each.nbytes for each in kept), tuple(kept)) if kept else None
+
+    def _fill(self, found: DeltaC, delta: LowRank) -> list[Any]:
+        """Packs one weight's part. Returns what it points to."""
+        found.width, found.replaces = len(delta.a), delta.whole is not None
         kept: list[Any] = []
         if len(delta.a):
             kept.append(a := _panels(_whole_panels(delta.a.to(self._dtype))))
@@ -69,20 +79,20 @@ class DeltaTable:
             if (vector := getattr(delta, name)) is not None:
                 kept.append(line := self._in_order(vector.float()).contiguous())
                 setattr(found, name, pointer(line))
-        nbytes = sum(each.nbytes for each in kept)
-        width = delta.a.shape[1] if found.replaces else len(delta.a)
-        return PackedDelta(found, width, nbytes, tuple(kept))
+        return kept
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        self._slots[slot] = None if packed is None else ctypes.addressof(packed.delta)
+        self._slots[slot] = None if packed is None else ctypes.addressof(packed.deltas)
         self._held[slot] = packed
 
-    def describe(self, room: Tensor) -> DeltaSiteC:
-        """The argument of an op. room: for y, which the op overwrites."""
+    def describe(self, room: Tensor | None = None) -> DeltaSiteC:
+        """The argument of an op. room: for y, which the op overwrites; experts have their own."""
         type_name = FLOAT_TYPES[self._dtype]
         tiles = tiles_of(self._weight.runtime.library, type_name)
         number = WEIGHT_TYPES[type_name].number
-        return DeltaSiteC(slots=ctypes.addressof(self._slots), y=pointer(room), tiles=tiles, type=number)
+        return DeltaSiteC(
+            slots=ctypes.addressof(self._slots), y=None if room is None else pointer(room), tiles=tiles, type=number
+        )
 
     def scratch_bytes(self) -> int:
         """Of each thread."""
