@@ -177,6 +177,10 @@ CASES: dict[str, Source] = {
     "granitemoe": mixture("granitemoe"),
     "lfm2": recurrent("lfm2"),
     "lfm2moe": recurrent("lfm2_moe", routed_scaling_factor=1.0),
+    "mamba": recurrent("mamba", **MAMBA2),
+    "mamba, falcon": recurrent(
+        "falcon_mamba", **MAMBA2, use_bias=False, use_conv_bias=True, mixer_rms_eps=1e-6, tie_word_embeddings=False
+    ),
     "mamba2": recurrent("mamba2", **MAMBA2, time_step_limit=[0.0, float("inf")]),
     "mamba2, one group, tied": recurrent("mamba2_one_group", **MAMBA2, use_bias=False, use_conv_bias=True),
     "qwen3next": recurrent("qwen3_next", attention_bias=False, mlp_only_layers=[]),

@@ -31,8 +31,8 @@ def first(config: Config, what: str) -> Any:
 
 def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     """Writes the metadata and returns the number of layers."""
-    if arch == "mamba2":
-        _write_mamba2(writer, config)
+    if arch in ("mamba", "mamba2"):
+        (_write_mamba2 if arch == "mamba2" else _write_mamba)(writer, config)
         _write_tokens(writer, config)
         return int(config["num_hidden_layers"])
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
@@ -93,6 +93,20 @@ def _write_mamba2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_ssm_time_step_rank(inner // config["head_dim"])
     writer.add_ssm_group_count(config["n_groups"])
     writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+
+
+def _write_mamba(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_inner_size(config["intermediate_size"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
 
 
 def _lfm2_inner(config: Config) -> int:

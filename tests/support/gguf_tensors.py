@@ -66,8 +66,8 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield f"{blk}ffn_up_exps.weight", ups
     elif arch == "granitemoe" and name.endswith(".output_linear.weight"):
         yield f"{blk}ffn_down_exps.weight", tensor
-    elif arch == "mamba2" and ".mixer." in name:
-        yield from _mamba2(name, last, tensor, blk, config)
+    elif arch in ("mamba", "mamba2") and ".mixer." in name:
+        yield from _mamba(arch, name, last, tensor, blk, config)
     elif ".linear_attn." in name:
         yield from _delta(arch, name, last, tensor, blk, config)
     elif arch == "lfm2moe" and ".experts." in name:
@@ -82,11 +82,11 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield name, tensor
 
 
-def _mamba2(name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
+def _mamba(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
     if last == "A_log":
-        yield f"{blk}ssm_a", -tensor.exp()[:, None]
+        yield f"{blk}ssm_a", -tensor.exp() if arch == "mamba" else -tensor.exp()[:, None]
     elif last == "D":
-        yield f"{blk}ssm_d", tensor[:, None]
+        yield f"{blk}ssm_d", tensor if arch == "mamba" else tensor[:, None]
     elif last == "dt_bias":
         yield f"{blk}ssm_dt.bias", tensor
     elif name.endswith(".norm.weight"):

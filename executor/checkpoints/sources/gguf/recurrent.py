@@ -60,6 +60,29 @@ def _mamba2(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _mamba(fields: Fields) -> dict[str, Any]:
+    """As `_mamba2`. Falcon's are files of the same architecture, whose time steps, B and C are normed."""
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        fields.expect(key, 0)
+    hidden, inner = fields.count("embedding_length"), fields.count("ssm.inner_size")
+    config: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "expand": inner / hidden,
+        "num_hidden_layers": fields.count("block_count", most=MOST["num_hidden_layers"]),
+        "max_position_embeddings": fields.integer("context_length"),
+        "state_size": fields.count("ssm.state_size"),
+        "time_step_rank": fields.count("ssm.time_step_rank"),
+        "conv_kernel": fields.count("ssm.conv_kernel"),
+        "layer_norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "use_bias": fields.holds("blk.0.ssm_in.bias"),
+        "use_conv_bias": fields.holds("blk.0.ssm_conv1d.bias"),
+    }
+    if fields.flag("ssm.dt_b_c_rms", False):
+        config |= {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return config
+
+
 def _delta(fields: Fields, config: Config) -> dict[str, Any]:
     """Qwen 3 Next's linear attention."""
     heads, inner = fields.count("ssm.time_step_rank", most=MOST["num_attention_heads"]), fields.count("ssm.inner_size")
@@ -93,6 +116,7 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
             gating=(0, SIGMOID),
             some_attend=True,
         ),
+        "mamba": GGUFArchitecture("MambaForCausalLM", "mamba", whole=_mamba),
         "mamba2": GGUFArchitecture("Mamba2ForCausalLM", "mamba2", whole=_mamba2),
         "qwen3next": GGUFArchitecture("Qwen3NextForCausalLM", "qwen3_next", extra=_delta, **_QWEN_EXPERTS),
         "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, **_QWEN),
