@@ -23,6 +23,7 @@ SHOWS = {
     "logits_processor.py": "{'no_repeats': 40} -> ",
 }
 WITH_A_SERVER = {"tools.py": "the model calls get_weather("}
+WITH_AN_ADAPTER = {"adapters.py"}  # tests/http/test_trained_adapter.py runs it
 
 pytestmark = [pytest.mark.demo_model, pytest.mark.usefixtures("demo_model_path")]
 
@@ -39,7 +40,7 @@ def printed(name: str, *arguments: str) -> str:
 
 def test_each_program_is_tried_and_described() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == SHOWS.keys() | WITH_A_SERVER.keys()
+    assert names == SHOWS.keys() | WITH_A_SERVER.keys() | WITH_AN_ADAPTER
     described = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert not [name for name in names if f"`{name}`" not in described]
 
