@@ -33,6 +33,7 @@ from headrace.ipc.coordination import (
     Withdraw,
     signed,
 )
+from headrace.ipc.failure import let_interrupts_pass
 from headrace.ipc.messages import Load, Welcome
 from headrace.ipc.transport.hosts import bare_host, host_port, needs_ipv6
 from headrace.ipc.transport.keys import key_file, read_keys
@@ -219,10 +220,11 @@ class Announcer:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._send(self._announcements.next(self._state()))
-                for link in self._links:
-                    self._read(link)
-                    link.watch(time.monotonic())
+                try:
+                    self._announce()
+                except BaseException as error:  # without this thread coordinators would take the engine for gone
+                    let_interrupts_pass(error)
+                    logger.exception("the engine could not be announced; it is tried again")
                 self._hurry.wait(ANNOUNCE_EVERY_S)
                 self._hurry.clear()
             self._send(self._announcements.last())
@@ -230,6 +232,12 @@ class Announcer:
             for link in self._links:
                 link.close()
             self._context.term()
+
+    def _announce(self) -> None:
+        self._send(self._announcements.next(self._state()))
+        for link in self._links:
+            self._read(link)
+            link.watch(time.monotonic())
 
     def _send(self, message: Announce | Withdraw) -> None:
         frames = self._codec.encode(message)

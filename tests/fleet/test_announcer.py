@@ -75,9 +75,13 @@ def coordinator(address: str = "tcp://127.0.0.1:*") -> Iterator[Coordinator]:
         running.close()
 
 
+def idle() -> AnnouncedState:
+    return AnnouncedState(Load(num_running=0, num_waiting=0))
+
+
 @contextmanager
-def announcer(address: str) -> Iterator[None]:
-    running = Announcer(ENTRY, [address], lambda: AnnouncedState(Load(num_running=0, num_waiting=0)), patience_s=0.05)
+def announcer(address: str, state: Callable[[], AnnouncedState] = idle) -> Iterator[None]:
+    running = Announcer(ENTRY, [address], state, patience_s=0.05)
     running.start()
     try:
         yield
@@ -107,6 +111,13 @@ def test_an_engine_finds_its_coordinator_at_either_address_of_localhost(host: st
         stack.enter_context(announcer(f"tcp://localhost:{port}"))
         found = found or [stack.enter_context(coordinator(f"tcp://{host}:{port}"))]
         wait_until(lambda: bool(list(found[0].registry.addresses)), 30, "the engine to be known")
+
+
+def test_an_engine_that_once_cannot_be_announced_is_announced_later(caplog: pytest.LogCaptureFixture) -> None:
+    states = iter([None, idle()])
+    with coordinator() as found, announcer(found.address, lambda: next(states, idle())):  # type: ignore[arg-type]
+        wait_until(lambda: ENTRY.address in found.registry.addresses, 30, "the engine to be known")
+    assert "could not be announced" in caplog.text
 
 
 def test_an_engine_is_announced_once_its_parent_knows_that_it_is_ready() -> None:
