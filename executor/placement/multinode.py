@@ -57,7 +57,14 @@ from headrace.executor.rank import Report
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.codec import CodecError
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
+from headrace.ipc.failure import (
+    EngineDeadError,
+    EngineStartError,
+    Failure,
+    HeadraceError,
+    OptionError,
+    let_interrupts_pass,
+)
 from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, Seal
@@ -315,8 +322,11 @@ class RemoteNode:
         try:
             while True:
                 self._hear(self._channel.receive(Deadline(None)))
-        except (ChannelClosedError, CodecError, OSError) as error:
-            failure = Failure(message=f"{self._name} is gone: {error}", type="PeerGone", process="node")
+        except BaseException as error:  # also what nobody expects: the core would wait for a node that nobody hears
+            let_interrupts_pass(error)
+            is_gone = isinstance(error, ChannelClosedError | CodecError | OSError)
+            how = f"is gone: {error}" if is_gone else f"is lost: a message of it could not be handled ({error!r:.200})"
+            failure = Failure(message=f"{self._name} {how}", type="PeerGone", process="node")
             self._hear(ChildFailed(failure=failure))
 
 

@@ -33,11 +33,11 @@ from headrace.executor.placement.cluster_proof import (
     prove_to_core,
 )
 from headrace.executor.placement.join_port import MOST_STRANGERS, JoinPort
-from headrace.executor.placement.multinode import MultiNodeExecutor
-from headrace.executor.placement.worker_messages import JoinNode, RunNode
+from headrace.executor.placement.multinode import MultiNodeExecutor, RemoteNode
+from headrace.executor.placement.worker_messages import FromNode, JoinNode, RunNode
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import EngineStartError, OptionError
-from headrace.ipc.messages import Message
+from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.transport.channel import Channel, Seal
 from headrace.ipc.wait import Deadline
 
@@ -444,3 +444,23 @@ def test_a_listener_that_is_no_core_is_not_waited_for_beyond_the_time() -> None:
     ):
         prove_to_core(sock, SECOND, KEY, Deadline(10.0))
     leader.listener.close()
+
+
+def test_a_node_whose_message_cannot_be_handled_is_lost_by_name() -> None:
+    """A step would wait for it until its time-out."""
+    ours, theirs = Channel.pair(FromNode)
+    other = Channel(theirs, FromNode)
+    heard: list[Message] = []
+
+    def hear(message: Message) -> None:
+        heard.append(message)
+        if len(heard) == 1:
+            raise KeyError("no such worker")
+
+    node = RemoteNode(1, ours, "there", hear)
+    other.send(Progress(phase="load", seconds=0.0))
+    wait_until(lambda: len(heard) == 2, 20, "the loss to be told")
+    assert isinstance(heard[1], ChildFailed)
+    assert "node 1 at there is lost" in heard[1].failure.message
+    node.close()
+    other.close()
