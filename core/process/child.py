@@ -28,7 +28,7 @@ from headrace.core.options.values import plain_options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.core.process.installed import check_engine_is_installed
 from headrace.ipc.codec import CodecError
-from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, ModelError
+from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, ModelError, let_interrupts_pass
 from headrace.ipc.messages import (
     SCHEMA_HASH,
     ChildFailed,
@@ -338,7 +338,11 @@ class Child:
                 self.failure = message.failure
             self._changed.notify_all()
         if self.options.on_message is not None:
-            self.options.on_message(message)
+            try:
+                self.options.on_message(message)
+            except BaseException as error:  # without this thread nobody would learn of the child's end
+                let_interrupts_pass(error)
+                logger.exception("a message of %s could not be handled", self.name)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()

@@ -69,6 +69,13 @@ class LoadBar:
         self._bar: Any = None
 
     def read(self, done_bytes: int, total_bytes: int) -> None:
+        """Never raises: nobody may read what this process writes."""
+        try:
+            self._read(done_bytes, total_bytes)
+        except Exception:
+            self._wanted, self._bar = False, None
+
+    def _read(self, done_bytes: int, total_bytes: int) -> None:
         if self._bar is None:
             shows = self._wanted
             if shows is None:
@@ -91,11 +98,13 @@ class LoadBar:
 
     def close(self, *, is_done: bool) -> None:
         """is_done: all needed weights are read, which may be fewer than the total; the bar is filled."""
-        if self._bar is not None:
+        bar, self._bar = self._bar, None
+        if bar is None:
+            return
+        with contextlib.suppress(Exception):
             if is_done:
-                self._bar.update(self._bar.total - self._bar.n)
-            self._bar.close()
-            self._bar = None
+                bar.update(bar.total - bar.n)
+            bar.close()
 
 
 class StartLine:

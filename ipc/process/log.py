@@ -120,7 +120,7 @@ def write_beside_bars(text: str) -> None:
     """Writes to stderr, above any progress bars. Raises nothing."""
     if sys.stderr is None:
         return
-    with contextlib.suppress(ValueError, OSError):  # it may be closed
+    with contextlib.suppress(Exception):  # it may be closed, or an object of the program's with errors of its own
         bars: Any = sys.modules.get("tqdm")  # ipc does not import tqdm itself
         if bars is not None:
             bars.tqdm.write(text, file=sys.stderr, end="")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child import Child, ChildOptions, start_coordinator, start_engine
 from headrace.ipc.failure import EngineStartError
-from headrace.ipc.messages import SCHEMA_HASH, Start
+from headrace.ipc.messages import SCHEMA_HASH, Ready, Start
 from headrace.ipc.process.runtime_directory import AddressError
 from headrace.ipc.process.runtime_directory import runtime_directory as runtime_directory_now
 
@@ -62,6 +64,48 @@ def test_a_child_that_does_not_read_what_it_is_to_start_with_is_ended_at_the_dea
     assert raised.value.failure is not None
     with pytest.raises(ProcessLookupError):
         os.kill(raised.value.failure.pid, 0)
+
+
+LOADS = """
+import sys
+from headrace.ipc.messages import Progress, Ready, Start, Stop
+from headrace.ipc.transport.channel import Channel
+from headrace.ipc.wait import Deadline
+channel = Channel.inherited(int(sys.argv[1]), Start | Stop)
+channel.receive(Deadline(30.0))
+print("a line of the log", flush=True)
+channel.send(Progress(phase="load", seconds=0.0, read_bytes=1, total_bytes=2))
+channel.send(Progress(phase="allocate", seconds=0.0))
+channel.send(Ready(address="", startup_s={}))
+channel.receive(Deadline(None))
+"""
+
+
+class Unwritable(io.StringIO):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("of the program's own stream")])
+def test_a_bar_that_nobody_reads_and_a_listener_that_fails_hide_neither_start_nor_end(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As with `script.py 2>&1 | head -1`: the start was waited for until its time-out."""
+
+    def fail(message: Any) -> None:
+        raise ValueError("no such message")
+
+    monkeypatch.setattr(sys, "stderr", Unwritable(error))
+    child = Child("loading", ["-c", LOADS], start_message(), ChildOptions(shows_loading=True, on_message=fail))
+    assert child.wait_ready(60) == Ready(address="", startup_s={})
+    os.kill(child.pid, signal.SIGKILL)
+    ended = threading.Event()
+    child.on_exit(lambda failure: ended.set())
+    assert ended.wait(30)
 
 
 def test_a_child_that_hangs_in_mid_message_is_still_watched():
