@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.ipc.messages import Progress
-from headrace.ipc.process.log import write_beside_bars
+from headrace.ipc.process.log import Unfailing, write_beside_bars
 from headrace.ipc.wait import Deadline
 
 LOG_TAIL_LINES = 30
@@ -92,7 +92,7 @@ class LoadBar:
                 dynamic_ncols=True,
                 leave=bool(self._wanted),
                 delay=0.0 if self._wanted else DELAY_S,
-                file=sys.stderr,
+                file=Unfailing(sys.stderr),
             )
         self._bar.update(done_bytes - self._bar.n)
 
@@ -131,7 +131,9 @@ class StartLine:
             if self._bar is None:
                 from tqdm import tqdm
 
-                self._bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, dynamic_ncols=True, file=sys.stderr)
+                self._bar = tqdm(
+                    bar_format="{desc} [{elapsed}]", leave=False, dynamic_ncols=True, file=Unfailing(sys.stderr)
+                )
             self._bar.set_description_str(f"Starting the engine: {progress.phase}")
 
 

@@ -8,6 +8,7 @@ import contextlib
 import heapq
 import logging
 import numbers
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from headrace.ipc.failure import (
     let_interrupts_pass,
 )
 from headrace.ipc.messages import Welcome
+from headrace.ipc.process.log import Unfailing
 
 logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 8192
@@ -248,7 +250,7 @@ class ProgressBar:
     def _make(self) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(**self._given)
+        self._bar = tqdm(**self._given, file=Unfailing(sys.stderr))
         self._bar.start_t = self._began_s
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

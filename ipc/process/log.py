@@ -116,6 +116,32 @@ class _CurrentStderr:
         """Nothing to do: `write` flushes."""
 
 
+class Unfailing:
+    """A text stream in front of another one, whose errors go no further. For tqdm, which keeps the lock that all bars
+    of a program share if a write raises: the next thread that shows one would wait for ever."""
+
+    def __init__(self, stream: Any) -> None:
+        self._wrapped = stream  # the name by which tqdm compares streams
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(Exception):
+            self._wrapped.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(Exception):
+            self._wrapped.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._wrapped == getattr(other, "_wrapped", other))
+
+    def __hash__(self) -> int:
+        return hash(self._wrapped)
+
+
 def write_beside_bars(text: str) -> None:
     """Writes to stderr, above any progress bars. Raises nothing."""
     if sys.stderr is None:
@@ -123,7 +149,7 @@ def write_beside_bars(text: str) -> None:
     with contextlib.suppress(Exception):  # it may be closed, or an object of the program's with errors of its own
         bars: Any = sys.modules.get("tqdm")  # ipc does not import tqdm itself
         if bars is not None:
-            bars.tqdm.write(text, file=sys.stderr, end="")
+            bars.tqdm.write(text, file=Unfailing(sys.stderr), end="")
         else:
             sys.stderr.write(text)
         sys.stderr.flush()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child import Child, ChildOptions, start_coordinator, start_engine
@@ -106,6 +107,11 @@ def test_a_bar_that_nobody_reads_and_a_listener_that_fails_hide_neither_start_no
     ended = threading.Event()
     child.on_exit(lambda failure: ended.set())
     assert ended.wait(30)
+    lock = tqdm.get_lock()
+    shown = threading.Thread(target=lambda: (lock.acquire(), lock.release()), daemon=True)
+    shown.start()
+    shown.join(30)
+    assert not shown.is_alive(), "other threads wait for ever to show a bar"
 
 
 def test_a_child_that_hangs_in_mid_message_is_still_watched():
