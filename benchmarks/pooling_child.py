@@ -1,0 +1,107 @@
+"""One peer of `pooling_peers.py`, in its own environment: measures the cases it is given and prints them as JSON.
+
+PEERS/bin/python benchmarks/pooling_child.py PEER FOLDER SHAPE CASES.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pooling_folders import num_tokens, pairs_of, texts_of
+
+Embed = Callable[[list[str]], Any]
+
+
+def sentence_transformers(folder: Path, dtype: str) -> Embed:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"torch_dtype": getattr(torch, dtype)})
+    return lambda texts: model.encode(texts, batch_size=32, show_progress_bar=False)
+
+
+def cross_encoder(folder: Path, dtype: str) -> Callable[[list[tuple[str, str]]], Any]:
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(folder), device="cpu", model_kwargs={"torch_dtype": getattr(torch, dtype)})
+    return lambda pairs: model.predict(pairs, batch_size=32, show_progress_bar=False)
+
+
+def onnxruntime(folder: Path, dtype: str) -> Embed:
+    """The model exported by torch; int8 by onnxruntime's dynamic quantisation. Batches are sorted by length, as
+    fastembed's and sentence-transformers' are."""
+    import numpy as np
+    import onnxruntime
+    import torch
+    import transformers
+
+    file = folder / "model.onnx"
+    if not file.exists():
+        model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        ids = torch.ones(2, 8, dtype=torch.long)
+        axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
+        torch.onnx.export(
+            model, (ids, ids), str(file), input_names=["input_ids", "attention_mask"], output_names=["states"],
+            dynamic_axes=axes, dynamo=False,
+        )  # fmt: skip
+    if dtype == "int8":
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        quantised = folder / "model_int8.onnx"
+        if not quantised.exists():
+            quantize_dynamic(str(file), str(quantised), weight_type=QuantType.QInt8, per_channel=True)
+        file = quantised
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def embed(texts: list[str]) -> Any:
+        order, found = sorted(range(len(texts)), key=lambda index: -len(texts[index])), [None] * len(texts)
+        for first in range(0, len(texts), 32):
+            batch = order[first : first + 32]
+            encoded = tokenizer([texts[index] for index in batch], padding=True, return_tensors="np")
+            given = {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+            (states,) = session.run(["states"], given)
+            mask = given["attention_mask"][:, :, None]
+            pooled = (states * mask).sum(1) / mask.sum(1)
+            for index, vector in zip(batch, pooled / np.linalg.norm(pooled, axis=1, keepdims=True), strict=True):
+                found[index] = vector
+        return found
+
+    return embed
+
+
+def measured(run: Callable[[], Any], tokens: int, rounds: int) -> dict[str, Any]:
+    run()  # warms up
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return {"seconds": seconds, "tokens": tokens, "tok_s": tokens / sorted(seconds)[len(seconds) // 2]}
+
+
+def main() -> None:
+    peer, folder, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    library, _, dtype = peer.partition(" ")
+    results: dict[str, Any] = {}
+    if any(case["kind"] == "rerank" for case in cases):
+        score = cross_encoder(folder, dtype)
+        pairs = pairs_of()
+        tokens = num_tokens([" ".join(pair) for pair in pairs])
+        results["rerank"] = measured(lambda: score(pairs), tokens, cases[0]["rounds"])
+    else:
+        embed = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime}[library](folder, dtype)
+        for case in cases:
+            texts = texts_of(case["kind"], case["count"])
+            results[case["name"]] = measured(lambda texts=texts: embed(texts), num_tokens(texts), case["rounds"])
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

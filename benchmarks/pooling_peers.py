@@ -1,0 +1,157 @@
+"""Embeddings and rerankings compared with sentence-transformers and onnxruntime, alternately in one run.
+
+    python benchmarks/pooling_peers.py --peers PEERS/bin/python [--only MiniLM-L6 ...] [--rounds 3] [--out FILE.json]
+
+Models have their true dimensions and random weights; texts have 16, 128 or 512 tokens, or a log-normal mix. PEERS is an
+environment with sentence-transformers, onnxruntime and onnx (torch as here); without it only Headrace is measured. A
+peer that fails is listed with its error. Figures are medians over the rounds, in tokens per second; a single text's are
+milliseconds over HTTP (Headrace) or of a call (peers). Nothing else may run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pooling_child import measured
+from pooling_folders import SHAPES, make_folder, num_tokens, pairs_of, texts_of
+from report import write_report
+
+from headrace import LLM
+
+HERE = Path(__file__).parent
+PEERS = ("sentence-transformers float32", "sentence-transformers bfloat16", "onnxruntime float32", "onnxruntime int8")
+OURS: dict[str, dict[str, Any]] = {
+    "headrace float32": {"dtype": "float32"},
+    "headrace bfloat16": {"dtype": "bfloat16"},
+    "headrace int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+COUNTS = {"16": 1000, "128": 200, "512": 50, "mix": 200, "one": 1}
+RERANKER = "XLM-R-base reranker"
+
+
+def cases_of(shape: str, rounds: int, share: float) -> list[dict[str, Any]]:
+    """share: of the usual number of texts."""
+    if shape == RERANKER:
+        return [{"name": "rerank", "kind": "rerank", "count": 100, "rounds": rounds}]
+    found = []
+    for name, count in COUNTS.items():
+        kind = "16" if name == "one" else name
+        more = 50 if name == "one" else 1
+        found.append({"name": name, "kind": kind, "count": max(1, round(count * share)), "rounds": rounds * more})
+    return found
+
+
+def ours(folder: Path, options: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    with LLM(str(folder), use_tqdm_on_load=False, max_model_len=512, **options) as llm:
+        for case in cases:
+            if case["kind"] == "rerank":
+                pairs = pairs_of()
+                tokens = num_tokens([" ".join(pair) for pair in pairs])
+                query, documents = pairs[0][0], [document for _, document in pairs]
+                run: Any = lambda query=query, documents=documents: llm.score(query, documents, use_tqdm=False)  # noqa: E731
+            else:
+                texts = texts_of(case["kind"], case["count"])
+                tokens = num_tokens(texts)
+                run = lambda texts=texts: llm.embed(texts, use_tqdm=False)  # noqa: E731
+            results[case["name"]] = measured(run, tokens, case["rounds"])
+    return results
+
+
+def over_http(folder: Path, rounds: int) -> dict[str, Any]:
+    """One text of 16 tokens at a time, and 1,000 in one request."""
+    with tempfile.TemporaryDirectory() as where:
+        socket = f"{where}/http.sock"
+        command = [sys.executable, "-m", "headrace", "serve", str(folder), "--uds", socket, "--max-model-len", "512"]
+        server = subprocess.Popen(
+            [*command, "--max-prompts", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://x", timeout=600) as client:
+                _wait(client, server)
+                (one,), many = texts_of("16", 1), texts_of("16", 1000)
+
+                def post(given: Any) -> None:
+                    body = {"input": given, "encoding_format": "base64"}
+                    client.post("/v1/embeddings", json=body).raise_for_status()
+
+                single = measured(lambda: post(one), 16, 100 * rounds)
+                return {"one": single, "1000 of 16": measured(lambda: post(many), num_tokens(many), rounds)}
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _wait(client: httpx.Client, server: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 300
+    while time.monotonic() < deadline_s and server.poll() is None:
+        try:
+            if client.get("/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not become ready: {server.poll()}")
+
+
+def peer(python: Path, name: str, folder: Path, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    command = [str(python), str(HERE / "pooling_child.py"), name, str(folder), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["| model | engine | case | tokens/s | p50, ms |", "|---|---|---|---|---|"]
+    for shape, engines in results.items():
+        for engine, cases in engines.items():
+            for name, case in cases.items():
+                if name == "error":
+                    lines.append(f"| {shape} | {engine} | {case} | | |")
+                    continue
+                milliseconds = 1e3 * statistics.median(case["seconds"])
+                lines.append(f"| {shape} | {engine} | {name} | {case['tok_s']:,.0f} | {milliseconds:,.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, help="a Python with the peers' packages")
+    parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of texts")
+    parser.add_argument("--folders", type=Path, help="where the models are made and kept; default: a temporary folder")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for shape in arguments.only:
+            folder = make_folder(shape, (arguments.folders or Path(temporary)) / shape.replace(" ", "-"))
+            cases, found = cases_of(shape, arguments.rounds, arguments.share), dict[str, Any]()
+            for name, options in OURS.items():
+                found[name] = ours(folder, options, cases)
+            if shape != RERANKER:
+                found["headrace bfloat16, HTTP"] = over_http(folder, arguments.rounds)
+            for name in PEERS if arguments.peers is not None else ():
+                if shape == RERANKER and name.startswith("onnxruntime"):
+                    continue
+                found[name] = peer(arguments.peers, name, folder, cases)
+            results[shape] = found
+            print(table({shape: found}), flush=True)
+    if arguments.out is not None:
+        write_report(arguments.out, "pooling_peers", results)
+
+
+if __name__ == "__main__":
+    main()
