@@ -5,6 +5,7 @@ PEERS/bin/python benchmarks/pooling_child.py PEER FOLDER SHAPE CASES.json
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -99,7 +100,7 @@ def main() -> None:
         embed = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime}[library](folder, dtype)
         for case in cases:
             texts = texts_of(case["kind"], case["count"])
-            results[case["name"]] = measured(lambda texts=texts: embed(texts), num_tokens(texts), case["rounds"])
+            results[case["name"]] = measured(functools.partial(embed, texts), num_tokens(texts), case["rounds"])
     print(json.dumps(results))
 
 

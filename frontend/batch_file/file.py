@@ -30,7 +30,8 @@ from headrace.ipc.process.regular_files import open_file
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
+SCORES, RERANKINGS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, *SCORES, *RERANKINGS)
 ANY_ENDPOINT = ", ".join(ENDPOINTS[:-1]) + f" or {ENDPOINTS[-1]}"
 
 MOST_ERRORS = 50

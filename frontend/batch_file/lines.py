@@ -13,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 from headrace.frontend.batch_file.file import (
     CHAT,
     EMBEDDINGS,
+    RERANKINGS,
     RESPONSES,
+    SCORES,
     BatchRequest,
     BatchResult,
     Results,
@@ -36,6 +38,7 @@ from headrace.frontend.http.apis.openai.requests import (
     SharedFields,
 )
 from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, prepare_embedding
+from headrace.frontend.http.apis.pooling.scores import RerankRequest, ScoreRequest, prepare_rerank, prepare_score
 from headrace.frontend.http.apis.responses.create import ResponseParts, check_request, whole
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import ApiError, bad_field
@@ -163,7 +166,17 @@ class LineAnswers:
         if url == EMBEDDINGS:
             embedding = self._decoder.decode(body, EmbeddingRequest)
             name, engine = embedding.request_id or request_id, self._engine_for(embedding.model)
+            if embedding.encoding_format in ("bytes", "bytes_only"):
+                raise bad_field("encoding_format", "encoding_format: a batch gives JSON: ask for float or base64")
             return prepare_embedding(embedding, engine, self._parts.chat.options, name, self._tenant)
+        if url in SCORES:
+            scored = self._decoder.decode(body, ScoreRequest)
+            name, engine = scored.request_id or request_id, self._engine_for(scored.model)
+            return prepare_score(scored, engine, self._parts.chat.options, name, self._tenant)
+        if url in RERANKINGS:
+            ranked = self._decoder.decode(body, RerankRequest)
+            name, engine = ranked.request_id or request_id, self._engine_for(ranked.model)
+            return prepare_rerank(ranked, engine, self._parts.chat.options, name, self._tenant)
         decoded: GenerationRequest
         if url == CHAT:
             decoded = chat = self._decoder.decode(body, ChatCompletionRequest)

@@ -125,6 +125,37 @@ def test_a_batch_of_embeddings(server: ServerHere, client: httpx.Client) -> None
     assert json.loads(output)["response"]["body"]["data"][0]["embedding"] == embed(client, [5, 6, 7])[0]
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "result"),
+    [
+        ("/score", {"queries": "hello", "documents": ["hello", "world"]}, "data"),
+        ("/v2/rerank", {"query": "hello", "documents": ["world", "hello"]}, "results"),
+    ],
+)
+def test_a_batch_of_scores(
+    server: ServerHere, client: httpx.Client, url: str, body: dict[str, Any], result: str
+) -> None:
+    line = json.dumps({"custom_id": "1", "method": "POST", "url": url, "body": body})
+    uploaded = client.post("/v1/files", files={"file": ("in.jsonl", line)}, data={"purpose": "batch"}).json()
+    given = {"input_file_id": uploaded["id"], "endpoint": url, "completion_window": "24h"}
+    batch = client.post("/v1/batches", json=given).json()
+    place = f"/v1/batches/{batch['id']}"
+    wait_until(lambda: client.get(place).json()["status"] == "completed", 30, "the batch")
+    output = client.get(f"/v1/files/{client.get(place).json()['output_file_id']}/content").text
+    assert json.loads(output)["response"]["body"][result] == client.post(url, json=body).json()[result]
+
+
+def test_a_batch_has_no_bytes(server: ServerHere, client: httpx.Client) -> None:
+    body = {"input": "x", "encoding_format": "bytes"}
+    line = json.dumps({"custom_id": "1", "method": "POST", "url": PATH, "body": body})
+    uploaded = client.post("/v1/files", files={"file": ("in.jsonl", line)}, data={"purpose": "batch"}).json()
+    given = {"input_file_id": uploaded["id"], "endpoint": PATH, "completion_window": "24h"}
+    place = f"/v1/batches/{client.post('/v1/batches', json=given).json()['id']}"
+    wait_until(lambda: client.get(place).json()["status"] == "completed", 30, "the batch")
+    errors = client.get(f"/v1/files/{client.get(place).json()['error_file_id']}/content").text
+    assert "a batch gives JSON: ask for float or base64" in errors
+
+
 def test_a_model_that_does_not_pool_says_how_it_could() -> None:
     with serving_here() as server, server.client() as client:
         _, said = refusal(client, 404, input="x")
