@@ -84,7 +84,7 @@ def test_requests_are_spread_over_adapters(how: str, capsys: pytest.CaptureFixtu
         with fake.FakeServer(fake.stream) as server:
             status, record, _ = bench(capsys, tmp_path, "--base-url", server.url, "--max-concurrency", "1", *asked)
         assert status == 0
-        assert record["options"]["lora_modules"] == ["sql", "chat"]
+        assert record["arguments"]["lora_modules"] == ["sql", "chat"]
         orders.append([body["model"] for body in server.bodies])
     assert orders[0] == orders[1], "the same seed, the same adapters"
     assert set(orders[0]) == {"sql", "chat"}
