@@ -151,7 +151,12 @@ def test_the_page_is_shown_once_the_server_is_ready(
 ) -> None:
     shown: list[str] = []
     ended: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: bool(shown.append(url)) or is_found)
+
+    def open_page(url: str) -> bool:
+        shown.append(url)
+        return is_found
+
+    monkeypatch.setattr("webbrowser.open", open_page)
     phases = SimpleNamespace(finish=ended.append)
     for options in (ServeOptions(), ServeOptions(open=True)):
         say_ready(phases, "http://127.0.0.1:8000", options)  # type: ignore[arg-type]

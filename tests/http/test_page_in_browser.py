@@ -70,6 +70,18 @@ def answer(page: Page) -> Any:
     return page.locator(".answer").last
 
 
+def posts_of(page: Page) -> list[Any]:
+    """The bodies that the page posts from now on."""
+    sent: list[Any] = []
+
+    def keep(request: Any) -> None:
+        if request.method == "POST":
+            sent.append(json.loads(request.post_data))
+
+    page.on("request", keep)
+    return sent
+
+
 def wait_for_end(page: Page) -> None:
     page.locator(".answer[aria-busy=false]").last.wait_for()
     page.get_by_role("button", name="Send").wait_for()
@@ -332,13 +344,7 @@ def test_one_of_several_engines_can_be_chosen_and_each_is_drawn(browser: Browser
 
 @pytest.mark.system
 def test_settings_go_with_the_next_question_and_stay(page: Page) -> None:
-    sent: list[Any] = []
-
-    def keep_posts(request: Any) -> None:
-        if request.method == "POST":
-            sent.append(json.loads(request.post_data))
-
-    page.on("request", keep_posts)
+    sent = posts_of(page)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.5")
@@ -481,8 +487,7 @@ def test_a_full_storage_loses_the_oldest_chat_and_nothing_else(page: Page) -> No
 def test_calls_of_tools_are_shown_and_what_they_return_is_sent(browser: Browser) -> None:
     options = (*ECHO, *TEMPLATE, "--tool-call-parser", "hermes", "--max-model-len", "4096")
     with serving(*options) as server, opened(browser, server.url, bypass_csp=True) as page:
-        sent: list[Any] = []
-        page.on("request", lambda each: sent.append(json.loads(each.post_data)) if each.method == "POST" else None)
+        sent = posts_of(page)
         page.get_by_role("button", name="Settings").click()
         tools = page.get_by_label("Tools")
         tools.fill("[{}]")
