@@ -233,9 +233,9 @@ class CpuWeights(CheckedWeights):
         deltas = None
         if self.adapters is not None and loads is None:  # balanced experts change their places
             dtype, slots = getattr(torch, self.adapters.dtype), self.adapters.slots
-            gate_up, down = (DeltaTable(stack[0], dtype, slots) for stack in (gate_ups, downs))
             most_used, most_width = min(self.adapters.max_loras, MOST_USED), 2 * (self.adapters.max_rank + 1)
-            deltas = ExpertDeltas(gate_up, down, most_used, most_width)
+            tables = [DeltaTable(stack[0], dtype, slots) for stack in (gate_ups, downs)]
+            deltas = ExpertDeltas(tables[0], tables[1], most_used, most_width)
             self.adapter_tables[prefix + declared.gates[0]] = deltas
         packed = PackedExperts(
             tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads, deltas=deltas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def test_a_stage_takes_the_layers_of_an_adapter_that_are_its_own(tmp_path: Path)
     assert not {name for name in tables[0][1] & tables[1][1] if "layers" in name}
 
 
-QUANTISED = {
+QUANTISED: dict[str, tuple[Callable[[], Any], float]] = {
     "gptq": (made.gptq, 1e-3),
     "awq": (made.awq, 1e-3),
     "fp8": (lambda: made.fp8("rows"), 2e-5),

@@ -21,7 +21,7 @@ class PeftModels:
         self._base, self._folder = model, folder
         self._adapted: dict[str, Any] = {}
 
-    def make(self, name: str, *, seed: int = 1, size: float = 0.3, **config: Any) -> Path:
+    def make(self, name: str, *, seed: int = 1, size: float = 0.2, **config: Any) -> Path:
         """Saves an adapter with random factors of about this size, and returns its folder."""
         settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS} | config
         model = peft.get_peft_model(copy.deepcopy(self._base), peft.LoraConfig(**settings)).eval()
@@ -32,8 +32,10 @@ class PeftModels:
                     continue
                 if "magnitude" in each:
                     parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
-                else:
-                    parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+                    continue
+                if "lora_" in each:  # peft's own are of torch's generator
+                    parameter.zero_()
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
         path = self._folder / name
         model.save_pretrained(str(path))
         self._adapted[name] = model
@@ -44,7 +46,8 @@ class PeftModels:
         model = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), self._folder / parts[0], parts[0])
         for part in parts[1:]:
             model.load_adapter(str(self._folder / part), part)
-        model.base_model.set_adapter(list(parts))
+        tuner: Any = model.base_model
+        tuner.set_adapter(list(parts))
         for module in model.modules():
             for part, scale in zip(parts, scales, strict=True):
                 if isinstance(scaling := getattr(module, "scaling", None), dict) and part in scaling:
