@@ -46,7 +46,8 @@ POOLED = {
     *("/api/embed", "/api/embeddings"),
 }
 """This model makes no vectors, which is said before tokens are made."""
-WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", *POOLED}
+ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters", "/adapters"}
+WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", *POOLED, *ADAPTERS}
 """Routes with a body of which no tokens are made here."""
 
 
