@@ -292,7 +292,7 @@ def _hashed_once(resource: Resource) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
     class HashedOnce(Resource):
-        __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+        __hash__, __eq__ = object.__hash__, object.__eq__
 
     return HashedOnce(resource.attributes, resource.schema_url)
 
