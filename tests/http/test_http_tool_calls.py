@@ -90,7 +90,8 @@ def test_a_call_that_a_stop_string_has_cut_is_an_ordinary_stop(client: httpx.Cli
     assert reason(f"<tool_call>{cut}") == "stop"
     assert reason(f"<tool_call>{CALL}</tool_call><tool_call>{cut}") == "stop"
     assert reason(f"<tool_call>{CALL}</tool_call><tool_call>{cut}", parallel_tool_calls=False) == "tool_calls"
-    assert reason(f"<tool_call>{CALL}</tool_call>") == "tool_calls"
+    # The form of several calls that must be does not let this model say where it ends.
+    assert reason(f"<tool_call>{CALL}</tool_call>", parallel_tool_calls=choice == "auto") == "tool_calls"
     assert reason(f"<tool_call>{cut}{'x' * 100}", max_tokens=100) == "length"
 
 
