@@ -57,6 +57,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """What LoadAdapter said that it was trained for; not checked."""
     invocation_tokens: tuple[int, ...] = ()
     """See AdapterFacts."""
+    is_3d: bool = False
+    """See LoadAdapter."""
 
 
 class Adapters(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):

@@ -141,6 +141,10 @@ class ModelError(HeadraceError):
     """The model cannot be found, read or served: a missing, foreign or truncated file, or an unsupported kind."""
 
 
+class MissingAdapterError(ModelError):
+    """There is no adapter at the path, as the hosts of the engines see it."""
+
+
 PEER_LOST = "PeerError"
 """A Failure's type: the process was waiting for another one, whose own failure is the cause."""
 SHUT_DOWN = "ShutDown"

@@ -44,6 +44,7 @@ class Adapter:
             pinned=self.is_pinned,
             base_model_name=self.base_model_name,
             invocation_tokens=facts.invocation_tokens,
+            is_3d=self.is_3d,
         )
 
     def __str__(self) -> str:

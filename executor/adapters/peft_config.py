@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import MissingAdapterError, ModelError
 from headrace.ipc.process.log import printable
 from headrace.ipc.process.regular_files import read_file
 
@@ -76,7 +76,8 @@ def read_config(folder: Path) -> AdapterConfig:
             raise ModelError(f"{path} has {path.stat().st_size} bytes, and at most {MOST_CONFIG_BYTES} are read")
         content = json.loads(read_file(path))
     except OSError as error:
-        raise ModelError(f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}") from error
+        kind = MissingAdapterError if isinstance(error, FileNotFoundError) else ModelError
+        raise kind(f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

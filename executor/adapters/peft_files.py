@@ -17,7 +17,7 @@ from headrace.executor.adapters.peft_config import AdapterConfig, read_config
 from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import MissingAdapterError, ModelError
 from headrace.ipc.process.log import printable
 
 SAFETENSORS, TORCH = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt")
@@ -72,8 +72,9 @@ def read_adapter(path: str, max_rank: int, most_elements: int) -> Adapter:
     more than most_elements values in all its tensors, before any is read."""
     folder = Path(path)
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise ModelError(f"the adapter {path} {what}: it should have adapter_config.json and {SAFETENSORS}")
+        there = folder.exists()
+        what, kind = ("is no folder", ModelError) if there else ("does not exist", MissingAdapterError)
+        raise kind(f"the adapter {path} {what}: it should have adapter_config.json and {SAFETENSORS}")
     config, source = read_config(folder), _open(folder)
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):
         if rank > max_rank:

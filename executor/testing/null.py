@@ -26,7 +26,7 @@ from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure, ModelError, OptionError
+from headrace.ipc.failure import Failure, MissingAdapterError, ModelError, OptionError
 from headrace.ipc.messages import Generate, LogprobRows, Pool, Pooling, TokenizerBundle
 from headrace.ipc.row_inputs import input_kinds
 from headrace.ipc.step import (
@@ -186,7 +186,8 @@ class NullExecutor(Executor):
             content = (Path(path) / "adapter_model.safetensors").read_bytes()
             found = msgspec.json.decode(config, type=_AdapterConfig)
         except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(f"{path}: {error}") from error
+            kind = MissingAdapterError if isinstance(error, FileNotFoundError) else ModelError
+            raise kind(f"{path}: {error}") from error
         self.identities[slot] = hashlib.sha256(config + content).hexdigest()
         return AdapterFacts(
             identity=self.identities[slot],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.adapters.lora_request import LoRARequest, lora_requests_for
 from headrace.ipc.adapters import AdapterInfo, AdapterUse, KeyAdapter, activation_start
 from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, UnloadAdapter
-from headrace.ipc.failure import HeadraceError, InvalidRequestError, UnknownAdapterError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, MissingAdapterError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from headrace.frontend.client.client import CoreClient
@@ -69,7 +69,8 @@ class FleetAdapters:
 
     def use(self, name: str, scale: float = 1.0) -> AdapterUse:
         """For an adapter that is known. Its path goes only to engines that do not have it yet (request_table.py)."""
-        return AdapterUse(name=name, scale=scale, path=self._known[name].path)
+        info = self._known[name]
+        return AdapterUse(name=name, scale=scale, path=info.path, is_3d=info.is_3d)
 
     async def give(self, prompts: Sequence[Prompt], lora_request: Any) -> None:
         """Gives prompts the adapters of a script's argument `lora_request`, and loads again those that it wants in
@@ -220,11 +221,15 @@ class FleetAdapters:
 
 async def _copy(client: CoreClient, engine: str, infos: Sequence[AdapterInfo]) -> None:
     for info in infos:
+        command = LoadAdapter(
+            name=info.name,
+            path=info.path,
+            pinned=info.pinned,
+            is_3d=info.is_3d,
+            base_model_name=info.base_model_name,
+        )
         try:
-            await client.control(
-                LoadAdapter(name=info.name, path=info.path, pinned=info.pinned, base_model_name=info.base_model_name),
-                None,
-            )
+            await client.control(command, None)
         except HeadraceError as error:
             if client.failure is not None:
                 return
@@ -232,5 +237,15 @@ async def _copy(client: CoreClient, engine: str, infos: Sequence[AdapterInfo]) -
 
 
 def is_unknown(error: BaseException) -> bool:
+    """Whether no adapter is registered under the name."""
+    return _is_of(error, UnknownAdapterError)
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether an engine found no adapter at the path."""
+    return _is_of(error, MissingAdapterError)
+
+
+def _is_of(error: BaseException, kind: type[HeadraceError]) -> bool:
     failure = error.failure if isinstance(error, HeadraceError) else None
-    return failure is not None and failure.type == UnknownAdapterError.__name__
+    return failure is not None and failure.type == kind.__name__

@@ -19,7 +19,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.parallel.rank_place import SINGLE
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import MissingAdapterError, ModelError
 
 LIMITS = AdapterLimits(max_loras=1, slots=2, max_rank=8, dtype="float32", target_modules=())
 CONFIG = {
@@ -159,6 +159,7 @@ def test_files_that_are_missing_or_damaged_are_named(case: str, tmp_path: Path) 
     with pytest.raises(ModelError, match=_pattern(message)) as refusal:
         slots().load(0, path)
     assert path in str(refusal.value)
+    assert isinstance(refusal.value, MissingAdapterError) == (case in ("no folder", "no config"))
 
 
 def _pattern(message: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fleet_parts import Session
@@ -15,12 +15,15 @@ from null_adapters import write
 from headrace import HeadraceError, LoRARequest, OptionError, SamplingParams
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
+from headrace.executor.testing.null import NullExecutor
+from headrace.frontend.fleet.adapters import is_missing
 from headrace.frontend.fleet.decisions import Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.request.checks import check
 from headrace.frontend.request.prompts import Prompt
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import ListAdapters, LoadAdapter, UnloadAdapter
 from headrace.ipc.messages import AddRequest, ClientMessage
@@ -30,8 +33,7 @@ PROMPT = list(range(20, 150))
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=5, detokenize=False)
 
 
-def null_engine(**options: Any) -> EngineThread:
-    executor = "headrace.executor.testing.null:NullExecutor"
+def null_engine(executor: str = "headrace.executor.testing.null:NullExecutor", **options: Any) -> EngineThread:
     return EngineThread(
         parse_options(model="null", distributed_executor_backend=executor, skip_tokenizer_init=True, **options)
     )
@@ -150,6 +152,53 @@ def test_an_engine_that_joins_gets_what_the_others_have(threads, tmp_path: Path)
             assert first == second
             assert engine.client is not None
             assert [info.pinned for info in engine.client.welcome.adapters] == [True, False]
+
+    asyncio.run(main())
+
+
+class Noting(NullExecutor):
+    """Says which orders it got."""
+
+    orders: ClassVar[list[tuple[str, bool]]] = []
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        self.orders.append((Path(path).name, is_3d))
+        return super().load_adapter(slot, path, is_3d=is_3d)
+
+
+def test_a_copy_is_loaded_with_what_was_said_of_the_form(threads, tmp_path: Path) -> None:
+    """Of an engine that joins, and of one that hears of the adapter by a request."""
+    noting = null_engine(executor=f"{Noting.__module__}:Noting", enable_lora=True, max_loras=4)
+    stacked, plain = (write(tmp_path / name, name) for name in ("stacked", "plain"))
+
+    async def main() -> None:
+        async with pool_of(Session(threads[0])) as pool:
+            await pool.adapters.load(LoadAdapter(name="stacked", path=stacked, is_3d=True))
+            await pool.adapters.load(LoadAdapter(name="plain", path=plain))
+            assert [(use.name, use.is_3d) for use in map(pool.adapters.use, ("stacked", "plain"))] == [
+                ("stacked", True),
+                ("plain", False),
+            ]
+            engine = pool.add(Watched(noting))
+            await until(lambda: engine.client is not None and "plain" in engine.client.requests.adapters)
+
+    try:
+        asyncio.run(main())
+        assert Noting.orders == [("stacked", True), ("plain", False)]
+    finally:
+        noting.stop()
+
+
+def test_a_path_that_is_nowhere_on_the_engines_host_is_told_from_a_broken_one(threads, tmp_path: Path) -> None:
+    broken = write(tmp_path / "broken", "broken", r="no number")
+    (tmp_path / "empty").mkdir()
+
+    async def main() -> None:
+        async with pool_of(*map(Session, threads)) as pool:
+            for path, missing in ((broken, False), (str(tmp_path / "gone"), True), (str(tmp_path / "empty"), True)):
+                with pytest.raises(HeadraceError) as caught:
+                    await pool.adapters.load(LoadAdapter(name="a", path=path))
+                assert is_missing(caught.value) is missing
 
     asyncio.run(main())
 

@@ -19,8 +19,11 @@ from null_adapters import write
 from server_here import MODEL, ServerHere, serving_here
 
 from headrace import InvalidRequestError, LoRARequest
+from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.ipc.adapters import AdapterFacts
+from headrace.ipc.failure import MissingAdapterError, ModelError
 
 HI = [{"role": "user", "content": "hi"}]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -189,6 +192,22 @@ def test_a_load_that_fails_says_why(
     assert error["type"] == kind
     assert message in error["message"]
     assert client.get("/v1/models").json() == before
+
+
+def test_the_engines_say_whether_there_is_an_adapter(
+    client: httpx.Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be on hosts of their own: what this process sees at the path does not matter."""
+    monkeypatch.setattr(NullExecutor, "load_adapter", elsewhere)
+    there = {"lora_name": "a", "lora_path": f"{folder}/late"}
+    assert "No adapter found for" in error_of(client.post(LOAD, json=there), 404)["message"]
+    elsewhere_only = {"lora_name": "a", "lora_path": "/engines/broken"}
+    assert "it is truncated" in error_of(client.post(LOAD, json=elsewhere_only), 500)["message"]
+
+
+def elsewhere(executor: NullExecutor, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+    """Loads as an engine does that has /engines/broken and no other adapter."""
+    raise ModelError("it is truncated") if path == "/engines/broken" else MissingAdapterError(f"{path} is not there")
 
 
 def test_an_unload_needs_a_name(client: httpx.Client) -> None:

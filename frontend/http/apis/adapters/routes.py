@@ -6,7 +6,6 @@ of these engines serves the adapter then. What changes the server for all client
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated
@@ -14,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.fleet.adapters import is_unknown
+from headrace.frontend.fleet.adapters import is_missing, is_unknown
 from headrace.frontend.http.apis.development.routes import is_development
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.adapters import AdapterScale, scales_of
@@ -166,7 +165,7 @@ def _invalid(message: str) -> ApiError:
 
 def _not_loaded(command: LoadAdapter, error: HeadraceError) -> ApiError:
     cause = error.failure.message if error.failure is not None else str(error).partition("\n")[0]
-    if not os.path.exists(command.path):
+    if is_missing(error):
         message = f"Loading lora {command.name} failed: No adapter found for {command.path}"
         return ApiError(HTTPStatus.NOT_FOUND, message, type="NotFoundError", param="lora_path")
     message = f"Loading lora {command.name} failed: {without_own_names(cause)}"
