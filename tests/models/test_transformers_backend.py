@@ -90,7 +90,7 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
     [
         ("xglm", "does not go through transformers' table of attention functions"),
         ("granite_swa", "asks attention for s_aux"),
-        ("recurrent_gemma", "layers of type linear_attention"),
+        ("bailing_hybrid", "layers of type linear_attention"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
