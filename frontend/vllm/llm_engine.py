@@ -28,7 +28,6 @@ from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
-from headrace.frontend.fleet.lora_controls import LoRAControls
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of
@@ -157,7 +156,7 @@ class _Running:
 
 _OF_LLM = frozenset(
     {
-        *(name for each in (Controls, LoRAControls) for name in vars(each) if not name.startswith("_")),
+        *(name for name in vars(Controls) if not name.startswith("_")),
         *("get_tokenizer", "engine"),
     }
 )
@@ -285,6 +284,19 @@ class LLMEngine(OneProcess):
     @property
     def scheduler_config(self) -> SchedulerConfig:
         return self.vllm_config.scheduler_config
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`; the next three likewise."""
+        return self._llm.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._llm.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self._llm.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._llm.pin_lora(lora_id)
 
     if not TYPE_CHECKING:
 

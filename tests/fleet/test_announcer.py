@@ -115,7 +115,7 @@ def test_an_engine_finds_its_coordinator_at_either_address_of_localhost(host: st
 
 def test_an_engine_that_once_cannot_be_announced_is_announced_later(caplog: pytest.LogCaptureFixture) -> None:
     states = iter([None, idle()])
-    with coordinator() as found, announcer(found.address, lambda: next(states, idle())):  # type: ignore[arg-type]
+    with coordinator() as found, announcer(found.address, lambda: next(states, idle())):  # type: ignore[return-value]
         wait_until(lambda: ENTRY.address in found.registry.addresses, 30, "the engine to be known")
     assert "could not be announced" in caplog.text
 
@@ -262,7 +262,12 @@ def test_coordinators_are_asked_again_after_one_could_not_be_and_names_are_found
 ) -> None:
     """As where no more files may be open, or a key file is away for a moment."""
     resolving: list[threading.Thread] = []
-    monkeypatch.setattr(discovery, "is_ipv6", lambda address: resolving.append(threading.current_thread()) or False)
+
+    def is_ipv6(address: str) -> bool:
+        resolving.append(threading.current_thread())
+        return False
+
+    monkeypatch.setattr(discovery, "is_ipv6", is_ipv6)
     found: list[str] = []
 
     class Fleet:

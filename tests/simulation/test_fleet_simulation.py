@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -66,10 +67,10 @@ def test_equal_seeds_give_equal_runs() -> None:
 def test_a_token_that_a_move_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     messages_of = request_table._messages_of
 
-    def forgetful(stream: request_table.RequestStream) -> list[AddRequest]:
+    def forgetful(stream: request_table.RequestStream, registered: Mapping[str, str]) -> list[AddRequest]:
         for sequence in stream.sequences:
             del sequence.token_ids[5:6]
-        return messages_of(stream)
+        return messages_of(stream, registered)
 
     monkeypatch.setattr(request_table, "_messages_of", forgetful)
     # By the engine that is to go on after it, or by the reader.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -57,12 +58,19 @@ class ScriptedExecutor(NullExecutor):
         assert self._plan is not None
         assert self._bundle is not None
         tokenizer = Tokenizer.from_str(self._bundle.tokenizer_json.decode())
-        self._rows = _ScriptedRows(self._plan.max_num_seqs, self.model, tokenizer, self._scripts)
+        self._rows = _ScriptedRows(self._plan.max_num_seqs, self.model, self.identities, tokenizer, self._scripts)
 
 
 class _ScriptedRows(_ParrotRows):
-    def __init__(self, num_rows: int, model: NullModel, tokenizer: Tokenizer, scripts: dict[str, list[str]]) -> None:
-        super().__init__(num_rows, model)
+    def __init__(
+        self,
+        num_rows: int,
+        model: NullModel,
+        identities: Mapping[int, str],
+        tokenizer: Tokenizer,
+        scripts: dict[str, list[str]],
+    ) -> None:
+        super().__init__(num_rows, model, identities)
         self._tokenizer, self._scripts = tokenizer, scripts
 
     def _enter(self, new: NewRow) -> None:
