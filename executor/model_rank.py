@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from headrace.core.options.cache_groups import CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription, Plan
 from headrace.core.options.resolve import FP8_CACHES
+from headrace.executor.adapters.heads import HeadTable
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.identity import weights_identity
 from headrace.executor.checkpoints.load_formats import options_of_another
@@ -79,6 +80,7 @@ class ModelRank(Rank):
         self._bounded = BoundedCalls(options.control_timeout)
         self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
+        self._head_tables: Mapping[str, HeadTable] = {}  # what adapters change of the layers behind the pooling
         self._weights = self._weights_read_again = ""  # identities: in use; prepared by a reload
         self._path = self._path_read_again = ""  # of their checkpoints; empty: the model's own
 
@@ -107,7 +109,7 @@ class ModelRank(Rank):
         for kind, output in found.tasks.outputs.items():
             if (layers := output.layers) and layers not in made:
                 weights = None if all(each.folder for each in layers) else found.checkpoint.weights(place=self._place)
-                made[layers] = Head(layers, weights, found.spec.names.prefixes, self._token_id)
+                made[layers] = Head(layers, weights, found.spec.names.prefixes, self._token_id, self._head_tables)
             if layers:
                 heads[kind] = made[layers]
         pooler = batch.columns["pooling"] = Pooler(found.tasks.outputs, heads, found.spec.logit_scale)

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace.executor.adapters.heads import HeadDelta
 from headrace.executor.adapters.peft_files import SHOWN, Adapter, AdapterModule
 from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Declared, ExpertStack, LayerDeclaration, Linear, size_of
+from headrace.executor.models.heads import HeadLinear
 from headrace.executor.models.reading import own_part
 from headrace.executor.parallel.padding import GrownAxis, Span, grown_axes
 from headrace.executor.parallel.rank_place import RankCoordinates
@@ -27,7 +29,7 @@ from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 from headrace.kernels.low_rank import EmbeddingDelta, LowRank, LowRankExperts, LowRankPart
 
-Delta = LowRank | LowRankExperts | EmbeddingDelta
+Delta = LowRank | LowRankExperts | EmbeddingDelta | HeadDelta
 ReadBase = Callable[[], WeightSource]
 """The model's weights under the declared names, without padding."""
 Factors = tuple[Tensor, Tensor]
@@ -51,7 +53,7 @@ class AdaptableLayers:
     """Ends of the names of modules that adapters may change; empty: all."""
 
     def deltas(self, adapter: Adapter) -> dict[str, Delta]:
-        """By the name of the layer's first matrix, of the head, and of the embedding.
+        """By the name of the layer's first matrix, of the head, of the embedding, and of a classifier's layer.
 
         Raises ModelError for a module that the model does not have, or that no adapter can change, and for factors that
         do not fit the model's matrices."""
@@ -109,6 +111,11 @@ class _Mapped:
                 head = self._head(module)
                 if place.is_last_stage:
                     found[name] = head
+        classifier = () if spec.classifier is None else spec.classifier.layers
+        for behind in (each for each in classifier if isinstance(each, HeadLinear)):
+            delta = self._classifier(behind)
+            if place.is_last_stage and delta is not None:
+                found[behind.name] = delta
         self._check_used()
         return found
 
@@ -231,6 +238,52 @@ class _Mapped:
                 bias = added if bias is None else bias + added
             a = _of_even_rank(a)
         return LowRank(own.stop - own.start, a, parts, bias)
+
+    def _classifier(self, layer: HeadLinear) -> HeadDelta | None:
+        """What the adapter has for a layer behind the pooling, of which each rank has all."""
+        prefixes = ("", self.layers.prefix, *self.layers.spec.names.prefixes)
+        module = next(
+            (self.modules[each] for prefix in prefixes if (each := prefix + layer.name) in self.modules), None
+        )
+        if module is None:
+            return None
+        self.used.add(module.name)
+        shape, name = (layer.rows, layer.columns), module.name
+        if self.adapter.config.invocation_tokens:
+            raise self._error(f"{name}: an activated adapter changes tokens, and no layer of a classifier")
+        if module.embedding_a is not None or (module.weight is not None and module.factors is not None):
+            raise self._error(f"{name} has factors of an embedding, or beside a matrix in the place of the model's own")
+        if not layer.bias and module.bias is not None:
+            raise self._error(f"{name} has a bias, and the model's has none")
+        if module.weight is not None:
+            self._check_shape(name, tuple(module.weight.shape), shape)
+            if layer.bias and module.bias is None:
+                raise self._error(f"{name} has a matrix in the place of the model's own, and no bias")
+            return HeadDelta(module.weight.float(), None if module.bias is None else module.bias.float(), replaces=True)
+        weight, bias = torch.zeros(shape), torch.zeros(layer.rows)
+        if module.factors is not None:
+            a, b = self._factors(module, shape)
+            scaling = self.adapter.config.scaling(name, len(a))
+            weight = scaling * (b @ a)
+            if module.b_bias is not None:
+                bias = bias + scaling * module.b_bias.float()
+        if module.magnitude is not None:
+            own = self._of_classifier(layer, "weight")
+            turned = own + weight
+            weight = (module.magnitude.float().reshape(-1) / torch.linalg.norm(turned, dim=1))[:, None] * turned - own
+        if module.bias is not None:
+            bias = bias + module.bias.float() - self._of_classifier(layer, "bias")
+        return HeadDelta(weight, bias, replaces=False)
+
+    def _of_classifier(self, layer: HeadLinear, kind: str) -> Tensor:
+        """The model's own tensor of a layer behind the pooling."""
+        names = (f"{prefix}{layer.name}.{kind}" for prefix in self._prefixes)
+        return self.base.get(next(each for each in names if each in self.base.names())).float()
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        """Under which a checkpoint may have a layer behind the pooling."""
+        return ("", self.layers.prefix, *self.layers.spec.names.prefixes)
 
     def _head_bias(self, module: AdapterModule, own: slice) -> Tensor | None:
         if module.bias is None:
@@ -375,7 +428,7 @@ class _Mapped:
             raise self._error(f"{model} has no matrices that adapters change under the names {shown}")
 
     def _whole(self) -> str:
-        return "the head and the embedding"
+        return "the head, the embedding and classifiers"
 
     def _error(self, what: str) -> ModelError:
         return ModelError(f"the adapter {self.adapter.path}: {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.options.adapters import AdapterLimits
@@ -55,9 +56,17 @@ class _Loaded(NamedTuple):
 class AdapterSlots:
     """Loads adapters on one thread, beside steps on another that use other slots."""
 
-    def __init__(self, limits: AdapterLimits, model: AdaptableModel, place: RankCoordinates, read: ReadBase) -> None:
-        """read: the model's checkpoint."""
-        self._limits, self._tables = limits, model.adapter_tables
+    def __init__(
+        self,
+        limits: AdapterLimits,
+        model: AdaptableModel,
+        place: RankCoordinates,
+        read: ReadBase,
+        heads: Mapping[str, AdapterTable] = MappingProxyType({}),
+    ) -> None:
+        """read: the model's checkpoint; heads: of the layers behind the pooling, by name."""
+        self._limits, self._heads = limits, heads
+        self._tables: Mapping[str, AdapterTable] = {**model.adapter_tables, **heads}
         spec = model.unpadded
 
         def read_base() -> WeightSource:
@@ -95,7 +104,7 @@ class AdapterSlots:
     def move_to(self, model: AdaptableModel) -> None:
         """Puts what is loaded into a model with other weights that takes the place of the present one."""
         with self._lock:
-            self._tables = model.adapter_tables
+            self._tables = {**model.adapter_tables, **self._heads}
             for slot, loaded in self._loaded.items():
                 self._put(slot, loaded.packed)
 

@@ -18,6 +18,7 @@ import torch
 from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.adapters.heads import HeadTable
 from headrace.executor.adapters.slots import AdapterSlots
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
@@ -29,6 +30,7 @@ from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.heads import HeadLinear
 from headrace.executor.models.implementations import load_foreign
 from headrace.executor.models.sizes import activation_bytes, redundant_elements, repeated_elements, weight_elements
 from headrace.executor.parallel.expert_exchange import ExpertExchange
@@ -101,7 +103,12 @@ class CpuRank(ModelRank):
         model = self._model = self._load_model(self.found.checkpoint)
         if plan.adapters is not None:
             read = partial(self.found.checkpoint.weights, place=self._place)
-            self._adapters = AdapterSlots(plan.adapters, model, self._place, read)
+            classifier = self.found.spec.classifier if plan.model.pooling is not None else None
+            if classifier is not None and self._place.is_last_stage:
+                self._head_tables = {
+                    each.name: HeadTable() for each in classifier.layers if isinstance(each, HeadLinear)
+                }
+            self._adapters = AdapterSlots(plan.adapters, model, self._place, read, self._head_tables)
         self._balance(model)
         memory = host_memory()
         return MemoryReading(

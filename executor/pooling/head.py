@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.adapters.heads import HeadTable, SlotScales
 from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.weights import WeightSource
@@ -19,6 +20,7 @@ from headrace.ipc.failure import ModelError
 
 F = torch.nn.functional
 Function = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, SlotScales], Tensor]
 TokenId = Callable[[str], int | None]
 """From a token as the vocabulary spells it to its id."""
 FUNCTIONS: MappingProxyType[str, Function] = MappingProxyType(
@@ -54,10 +56,11 @@ class Head:
         checkpoint: WeightSource | None,
         prefixes: Sequence[str] = (),
         token_id: TokenId = lambda token: None,
+        adapters: Mapping[str, HeadTable] = MappingProxyType({}),
     ) -> None:
-        """checkpoint: None if no layer is in it. Raises ModelError, naming the weight, for one that is missing or of
-        another shape."""
-        self._steps: list[Function] = []
+        """checkpoint: None if no layer is in it; adapters: of the layers that they may change, by name. Raises
+        ModelError, naming the weight, for one that is missing or of another shape."""
+        self._steps: list[Step] = []
         for layer in layers:
             if isinstance(layer, HeadTokens):
                 assert checkpoint is not None, "it has the output matrix"
@@ -69,16 +72,23 @@ class Head:
                 continue
             source = _beside(Path(layer.folder)) if layer.folder else checkpoint
             assert source is not None, "a layer without a folder is in the checkpoint"
-            self._steps.append(_step(layer, source, "" if layer.folder else None, prefixes))
+            table = None if layer.folder else adapters.get(layer.name)
+            self._steps.append(_step(layer, source, "" if layer.folder else None, prefixes, table))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [num_rows, width] float32 -> [num_rows, values] float32"""
+    def __call__(self, x: Tensor, adapters: SlotScales = ()) -> Tensor:
+        """x [num_rows, width] float32 -> [num_rows, values] float32; adapters: of all rows"""
         for step in self._steps:
-            x = step(x)
+            x = step(x, adapters)
         return x
 
 
-def _step(layer: HeadLayer, source: WeightSource, prefix: str | None, prefixes: Sequence[str]) -> Function:
+def _step(
+    layer: HeadLinear | HeadNorm,
+    source: WeightSource,
+    prefix: str | None,
+    prefixes: Sequence[str],
+    table: HeadTable | None,
+) -> Step:
     held, found = source.names(), list[Tensor]()
     for name, shape in layer.weights():
         tried = [f"{each}{name}" for each in ("", *prefixes)] if prefix is None else [prefix + name]
@@ -90,19 +100,23 @@ def _step(layer: HeadLayer, source: WeightSource, prefix: str | None, prefixes: 
         found.append(source.get(full).float())
     weight, bias = found[0], found[1] if len(found) > 1 else None
     if isinstance(layer, HeadLinear):
-        return _linear(weight, bias, layer.activation)
-    assert isinstance(layer, HeadNorm)
+        return _linear(weight, bias, layer.activation, table)
     size, eps = (layer.size,), layer.eps
     wide, offset = weight.double(), None if bias is None else bias.double()
-    return lambda x: F.layer_norm(x.double(), size, wide, offset, eps).float()
+    return lambda x, adapters: F.layer_norm(x.double(), size, wide, offset, eps).float()
 
 
-def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> Function:
+def _linear(weight: Tensor, bias: Tensor | None, activation: str, table: HeadTable | None = None) -> Step:
     choice = kernels.choose(
         "linear", device=torch.device("cpu"), dtype=torch.float32, shape=tuple(weight.shape), role="matrix"
     )
     linear = choice(weight, bias)
-    return lambda x: exact(activation, linear.apply(x.contiguous()))
+
+    def step(x: Tensor, adapters: SlotScales) -> Tensor:
+        y = linear.apply(x.contiguous())
+        return exact(activation, y if table is None else table.added(x, y, adapters))
+
+    return step
 
 
 def _matrix(layer: HeadTokens | HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> str:
@@ -115,7 +129,7 @@ def _matrix(layer: HeadTokens | HeadVocabulary, checkpoint: WeightSource, prefix
     return name
 
 
-def _vocabulary(layer: HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> Function:
+def _vocabulary(layer: HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> Step:
     weight, bias = checkpoint.get(_matrix(layer, checkpoint, prefixes)).float(), None
     if layer.biases:
         name = next((each for each in layer.biases if each in checkpoint.names()), None)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.adapters.heads import SlotScales
 from headrace.executor.pooling.all_tokens import AllTokens
 from headrace.executor.pooling.first_token import FirstToken
 from headrace.executor.pooling.head import Head, exact
@@ -50,6 +51,7 @@ class _Row(NamedTuple):
     task: Pool
     token_ids: np.ndarray  # [num_tokens] int32
     outputs: list[_Output]
+    adapters: SlotScales
 
 
 class Pooler:
@@ -70,7 +72,8 @@ class Pooler:
     def enter(self, new: NewRow) -> None:
         if isinstance(new.task, Pool):
             outputs = [self._outputs[kind] for kind in new.task.kinds]
-            self._rows[new.row] = _Row(new.task, np.asarray(new.token_ids, np.int32), outputs)
+            adapters = tuple((each.slot, each.scale) for each in new.adapters)
+            self._rows[new.row] = _Row(new.task, np.asarray(new.token_ids, np.int32), outputs, adapters)
             self._num_pairs += new.task.second_text is not None
             self._num_narrowed += new.task.num_keys is not None
 
@@ -139,7 +142,7 @@ class Pooler:
                         ended.append((row, output, vectors))
             first += count
         failed = set[int]()
-        for row, output, vectors in _through_heads(ended):
+        for row, output, vectors in self._through_heads(ended):
             made = output.made(vectors, self._rows[row])
             if bool(made.isfinite().all()):
                 self._done.append((row, made))
@@ -149,6 +152,20 @@ class Pooler:
             why = "the hidden states of its prompt are not finite: the model's computation overflowed"
             self._failures += [row_failure(row, why) for row in sorted(failed)]
             self._done = [(row, made) for row, made in self._done if row not in failed]
+
+    def _through_heads(self, ended: list[tuple[int, _Output, Tensor]]) -> list[tuple[int, _Output, Tensor]]:
+        """What the layers behind the pooling make, of all rows with the same ones and the same adapters at once."""
+        made, groups = list(ended), dict[tuple[int, SlotScales], list[int]]()
+        for index, (row, output, _) in enumerate(ended):
+            if output.head is not None and not output.declared.head_first:
+                groups.setdefault((id(output), self._rows[row].adapters), []).append(index)
+        for (_, adapters), mine in groups.items():
+            head = ended[mine[0]][1].head
+            assert head is not None, "the group has one"
+            parts = head(torch.cat([ended[index][2] for index in mine]), adapters)
+            for index, part in zip(mine, parts.split([len(ended[each][2]) for each in mine]), strict=True):
+                made[index] = (*ended[index][:2], part)
+        return made
 
     def added_to(self, result: StepResult) -> StepResult:
         """The step's result with what `take` made in it."""
@@ -219,19 +236,6 @@ def _most_alike(others: Values, vectors: Tensor) -> Tensor:
         return torch.zeros(1, 1)
     products = torch.from_numpy(others.numpy().copy()).double() @ vectors.double().T
     return products.amax(1).sum().float().reshape(1, 1)
-
-
-def _through_heads(ended: list[tuple[int, _Output, Tensor]]) -> list[tuple[int, _Output, Tensor]]:
-    """What the layers behind the pooling make, of all rows with the same ones at once."""
-    made = list(ended)
-    for output in {id(output): output for _, output, _ in ended}.values():
-        if output.head is None or output.declared.head_first:
-            continue
-        mine = [index for index, (_, each, _) in enumerate(ended) if each is output]
-        parts = output.head(torch.cat([ended[index][2] for index in mine])).split([len(ended[i][2]) for i in mine])
-        for index, part in zip(mine, parts, strict=True):
-            made[index] = (*ended[index][:2], part)
-    return made
 
 
 def _pooled(done: list[tuple[int, Tensor]]) -> PooledRows | None:

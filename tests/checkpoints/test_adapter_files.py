@@ -105,7 +105,10 @@ FACTORS: dict[str, tuple[Tensors, str]] = {
         "under the names model.layers.0.self_attn.q_proj.lora_C",
     ),
     "integers": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}, "stored as torch.int32"),
-    "a whole matrix of a layer": ({f"{QUERY}.weight": torch.ones(16, 16)}, "only the head and the embedding may have"),
+    "a whole matrix of a layer": (
+        {f"{QUERY}.weight": torch.ones(16, 16)},
+        "only the head, the embedding and classifiers may have",
+    ),
     "a bias that the model lacks": (
         {
             f"{QUERY}.lora_A.weight": torch.ones(4, 16),

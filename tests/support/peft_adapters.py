@@ -18,7 +18,7 @@ class PeftModels:
     """One model with adapters, each saved into a folder."""
 
     def __init__(self, model: Any, folder: Path) -> None:
-        self._base, self._folder = model, folder
+        self._base, self.folder = model, folder
         self._adapted: dict[str, Any] = {}
 
     def make(self, name: str, *, seed: int = 1, size: float = 0.2, **config: Any) -> Path:
@@ -36,16 +36,16 @@ class PeftModels:
                 if "lora_" in each:  # peft's own are of torch's generator
                     parameter.zero_()
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-        path = self._folder / name
+        path = self.folder / name
         model.save_pretrained(str(path))
         self._adapted[name] = model
         return path
 
     def add(self, name: str, parts: Sequence[str], scales: Sequence[float]) -> None:
         """What peft says with the sum of these adapters under another name; nothing is saved."""
-        model = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), self._folder / parts[0], parts[0])
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), self.folder / parts[0], parts[0])
         for part in parts[1:]:
-            model.load_adapter(str(self._folder / part), part)
+            model.load_adapter(str(self.folder / part), part)
         tuner: Any = model.base_model
         tuner.set_adapter(list(parts))
         for module in model.modules():
@@ -54,10 +54,13 @@ class PeftModels:
                     scaling[part] *= scale
         self._adapted[name] = model.eval()
 
+    def adapted(self, name: str) -> Any:
+        """peft's model with an adapter; "": without any."""
+        return self._adapted[name] if name else self._base
+
     @torch.inference_mode()
     def logits(self, name: str, prompt: list[int], answer: list[int]) -> Tensor:
         """What peft says with an adapter, not merged, after the prompt and each token of the answer but the last.
         name "": without any."""
-        model = self._adapted[name] if name else self._base
-        found: Tensor = model(input_ids=torch.tensor([prompt + answer[:-1]]), use_cache=False).logits
+        found: Tensor = self.adapted(name)(input_ids=torch.tensor([prompt + answer[:-1]]), use_cache=False).logits
         return found[0, len(prompt) - 1 :]
