@@ -48,6 +48,7 @@ class Discovery:
         self.coordinators = tuple(coordinators)
         self.directory = Directory(coordinators)
         self._connect_to, self._peer_timeout_s = connect or self._dial, peer_timeout_s
+        self._resolves_names = connect is None
         self._ipv6: dict[str, bool] = {}  # coordinators not connected to, and whether they are reached by IPv6
         self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)
         self._transports: dict[str, Transport] = {}
@@ -85,9 +86,8 @@ class Discovery:
 
     async def _run(self) -> None:
         while True:
-            for address in self.coordinators:
-                if address not in self._transports:
-                    self._ipv6[address] = await asyncio.to_thread(is_ipv6, address)
+            if self._resolves_names:
+                await self._resolve()
             try:
                 for change in self.directory.tick(time.monotonic()):
                     self.carry_out(change)
@@ -96,6 +96,12 @@ class Discovery:
                 logger.exception("what coordinators told could not be carried out")
             self._follow()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _resolve(self) -> None:
+        """Beside the loop, as a name server may take seconds to answer."""
+        for address in self.coordinators:
+            if address not in self._transports:
+                self._ipv6[address] = await asyncio.to_thread(is_ipv6, address)
 
     def _follow(self) -> None:
         for address, message in self.directory.follow(time.monotonic()):
