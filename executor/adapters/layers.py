@@ -34,6 +34,8 @@ ReadBase = Callable[[], WeightSource]
 """The model's weights under the declared names, without padding."""
 Factors = tuple[Tensor, Tensor]
 """A [rank, in_features] and B [out_features, rank], float32."""
+FIRST_OF_FACTORS_IN_ORDER = (0, 19, 1)
+"""The version of peft since which A of experts is of their inputs, whatever transformers calls them."""
 STACKED = "mlp.experts"
 """The module of experts in transformers, whatever a checkpoint's names are."""
 
@@ -149,11 +151,14 @@ class _Mapped:
                     self._plain(module)
                     a, b = self._factors(module, shape)
                     found[start + name] = a, b * self.adapter.config.scaling(module.name, len(a))
-        for module in self._stacked_modules(start, stack):
-            self._plain(module)
-            assert module.factors is not None, "_plain has looked"
-            a, b = (each.float() for each in module.factors)
-            count, (rows, columns) = len(stack.gates), (len(b), a.shape[1])
+        stacked_modules = self._stacked_modules(start, stack)
+        is_swapped = self._are_swapped(stacked_modules, inner, hidden)
+        for module in stacked_modules:
+            a, b = (each.float() for each in module.factors or ())
+            count = len(stack.gates)
+            if is_swapped and len(a) % count == 0:
+                a, b = _swapped(a, b, count)
+            rows, columns = len(b), a.shape[1]
             if len(a) % count or (rows, columns) not in ((2 * inner, hidden), (hidden, inner)):
                 raise self._error(
                     f"{module.name} has factors of {list(a.shape)} and {list(b.shape)}, and the model has {count} "
@@ -181,6 +186,27 @@ class _Mapped:
             names.append(spec.stacked.gate_up.rpartition(".")[0])
         wrapped = [f"{start}{name}{'.base_layer' * depth}" for name in dict.fromkeys(names) for depth in range(2)]
         return [self.modules[name] for name in wrapped if name in self.modules]
+
+    def _are_swapped(self, modules: Sequence[AdapterModule], inner: int, hidden: int) -> bool:
+        """Whether A and B of stacked experts have each other's place, as peft wrote them before 0.19.1: it took the
+        experts' tensors for [experts, in_features, out_features]. The shapes show it, unless all are square."""
+        stored, found = ((2 * inner, hidden), (hidden, inner)), set[bool]()
+        for module in modules:
+            self._plain(module)
+            assert module.factors is not None, "_plain has looked"
+            shape = len(module.factors[1]), module.factors[0].shape[1]
+            if (shape in stored) != (shape[::-1] in stored):
+                found.add(shape not in stored)
+        names = " and ".join(each.name for each in modules)
+        if len(found) > 1:
+            raise self._error(f"{names}: the factors of one have each other's shapes, those of another do not")
+        if modules and not found and self.adapter.config.peft_version < FIRST_OF_FACTORS_IN_ORDER:
+            version = ".".join(map(str, self.adapter.config.peft_version)) or "an unknown version"
+            raise self._error(
+                f"{names}: which factor is A and which is B cannot be told by their shapes, and it was saved by peft "
+                f"{version}; files of peft 0.19.1 and later have them in order"
+            )
+        return found == {True}
 
     def _plain(self, module: AdapterModule) -> None:
         """Raises ModelError unless it has factors and nothing else."""
@@ -482,6 +508,12 @@ def _from_inner(factors: Factors | None, inner: GrownAxis, own: slice | None) ->
         return None
     a, b = factors
     return LowRank(len(b), _of_even_rank(_own(a.T, inner, own).T), (LowRankPart(0, 0, b),))
+
+
+def _swapped(a: Tensor, b: Tensor, count: int) -> Factors:
+    """a [experts * rank, rows], b [columns, rank * experts] -> A [experts * rank, columns], B [rows, rank * experts]"""
+    first = b.unflatten(1, (-1, count)).permute(2, 1, 0).flatten(0, 1)
+    return first, a.unflatten(0, (count, -1)).permute(2, 1, 0).flatten(1)
 
 
 def _of_even_rank(a: Tensor) -> Tensor:

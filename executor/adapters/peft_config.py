@@ -20,7 +20,7 @@ MOST_CONFIG_BYTES = 16 << 20
 IDLE = frozenset(
     (
         *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),  # of names
-        *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+        *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"),
         *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),  # of training
         *("qalora_group_size", "ensure_weight_tying", "bias", "lora_bias", "target_parameters"),  # the tensors show it
@@ -52,6 +52,8 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     invocation_tokens: tuple[int, ...]
+    peft_version: tuple[int, ...] = ()
+    """Empty: the file does not say."""
 
     def scaling(self, module: str, rank: int) -> float:
         """By which the product with both factors is multiplied. rank: of the module's factors."""
@@ -64,7 +66,7 @@ class AdapterConfig:
     @property
     def canonical(self) -> bytes:
         """What the computation depends on, the same for the same content."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peft_version"}
         return json.dumps(values, sort_keys=True, default=dict).encode()
 
 
@@ -105,6 +107,7 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
     flags = {key: _flag(path, key, rest.pop(key, False)) for key in ("use_rslora", "use_dora")}
     ranks = _patterns(path, "rank_pattern", rest.pop("rank_pattern", None), whole=True)
     alphas = _patterns(path, "alpha_pattern", rest.pop("alpha_pattern", None))
+    version = re.match(r"\d+(\.\d+){0,3}", str(rest.pop("peft_version", None)))
     tokens = rest.pop("alora_invocation_tokens", None) or []
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 31 for each in tokens):
         raise ModelError(f"{path}: alora_invocation_tokens is a list of token ids, not {printable(repr(tokens))[:80]}")
@@ -118,6 +121,7 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         rank_pattern={key: int(value) for key, value in ranks.items()},
         alpha_pattern=alphas,
         invocation_tokens=tuple(tokens),
+        peft_version=() if version is None else tuple(int(each) for each in version[0].split(".")),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World
 from headrace.ipc.adapters import RowAdapter
+from headrace.ipc.failure import ModelError
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -284,3 +286,55 @@ def test_adapters_of_single_experts_are_those_of_the_stack(tmp_path: Path) -> No
     slots.load(0, str(single))
     answers, logits = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=16, adapters=((RowAdapter(0, 1.0),),) * 2)
     check(answers, logits, models, ("one", "one"))
+
+
+def _as_before_0_19_1(path: Path, folder: Path, changed: Sequence[str] = ("gate_up", "down"), **config: Any) -> str:
+    """The adapter as peft saved it then: A and B of each expert transposed, in each other's place."""
+    folder.mkdir()
+    told = json.loads((path / "adapter_config.json").read_text()) | {"peft_version": "0.18.1"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    tensors, count = load_file(path / "adapter_model.safetensors"), 5
+    for key in [key for key in tensors if key.endswith("experts.lora_A.weight") or key.endswith("layer.lora_A.weight")]:
+        if ("gate_up" if "base_layer" in key else "down") not in changed:
+            continue
+        other = key.replace("lora_A", "lora_B")
+        a, b = tensors[key].unflatten(0, (count, -1)), tensors[other].unflatten(1, (-1, count))  # [e r i], [o r e]
+        tensors[key] = b.permute(2, 1, 0).flatten(0, 1).contiguous()
+        tensors[other] = a.permute(2, 1, 0).flatten(1).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+SQUARE: list[dict[str, Any]] = [{}, {"moe_intermediate_size": 64}, {"moe_intermediate_size": 32}]
+"""No matrix of experts is square; the down projection is; both projections' stack is."""
+
+
+@pytest.mark.parametrize("config", SQUARE)
+def test_experts_of_earlier_pefts_have_the_same_answer(config: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48} | config
+    model = tiny_models.build("qwen3_moe", **sizes)
+    models, source = PeftModels(model, tmp_path), DictSource(state_of(model))
+    path = models.make("one", target_modules=["o_proj"], target_parameters=EXPERTS)
+    decoder = CpuDecoder(spec_of(model), source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS))
+    slots = AdapterSlots(LIMITS, decoder, SINGLE, lambda: source)
+    slots.load(0, _as_before_0_19_1(path, tmp_path / "earlier"))
+    slots.load(1, str(path))
+    uses = ((RowAdapter(0, 1.0),), (RowAdapter(1, 1.0),))
+    answers, logits = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=16, adapters=uses)
+    check(answers, logits, models, ("one", "one"))
+    if not config:
+        with pytest.raises(ModelError, match="factors of one have each other's shapes, those of another do not"):
+            slots.load(2, _as_before_0_19_1(path, tmp_path / "mixed", ["down"]))
+
+
+def test_square_experts_alone_are_refused_if_their_order_is_not_known(tmp_path: Path) -> None:
+    model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    source = DictSource(state_of(model))
+    path = PeftModels(model, tmp_path).make("one", target_modules=["o_proj"], target_parameters=EXPERTS[1:])
+    decoder = CpuDecoder(spec_of(model), source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS))
+    slots = AdapterSlots(LIMITS, decoder, SINGLE, lambda: source)
+    slots.load(0, str(path))
+    for number, version in enumerate(("0.18.1", "0.19.0", None)):
+        earlier = _as_before_0_19_1(path, tmp_path / f"{number}", peft_version=version)
+        with pytest.raises(ModelError, match=rf"cannot be told by their shapes.*peft {version or 'an unknown'}"):
+            slots.load(1, earlier)
