@@ -54,12 +54,14 @@ class AdaptableLayers:
     target_modules: tuple[str, ...] = ()
     """Ends of the names of modules that adapters may change; empty: all."""
 
-    def deltas(self, adapter: Adapter) -> dict[str, Delta]:
-        """By the name of the layer's first matrix, of the head, of the embedding, and of a classifier's layer.
+    def deltas(self, adapter: Adapter) -> tuple[dict[str, Delta], bool]:
+        """By the name of the layer's first matrix, of the head, of the embedding, and of a classifier's layer; and
+        whether they depend on the model's weights too.
 
         Raises ModelError for a module that the model does not have, or that no adapter can change, and for factors that
         do not fit the model's matrices."""
-        return _Mapped(self, adapter).deltas()
+        mapped = _Mapped(self, adapter)
+        return mapped.deltas(), mapped.reads_base
 
 
 @dataclass(eq=False)
@@ -88,6 +90,10 @@ class _Mapped:
         if self._base is None:
             self._base = self.layers.read_base()
         return self._base
+
+    @property
+    def reads_base(self) -> bool:
+        return self._base is not None
 
     def deltas(self) -> dict[str, Delta]:
         spec, padded, place = self.layers.spec, self.layers.padded, self.layers.place

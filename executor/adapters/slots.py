@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.adapters.layers import AdaptableLayers, ReadBase
-from headrace.executor.adapters.peft_files import read_adapter
+from headrace.executor.adapters.peft_files import Adapter, read_adapter
 from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
@@ -48,9 +49,27 @@ class AdaptableModel(Protocol):
         """By the name of the layer's first matrix."""
 
 
-class _Loaded(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Loaded:
     packed: Mapping[str, Any]
     """By the name of the layer's first matrix."""
+    adapter: Adapter | None
+    """What was read, if `packed` depends on the model's weights too, as DoRA's magnitudes and whole biases do."""
+
+
+class _Target(NamedTuple):
+    """The model that adapters are loaded for."""
+
+    layers: AdaptableLayers
+    tables: Mapping[str, AdapterTable]
+
+
+class PreparedSlots(NamedTuple):
+    """What is loaded, for a model that will take the present one's place."""
+
+    target: _Target
+    packed: Mapping[_Loaded, Mapping[str, Any]]
+    """Of those that depend on the model's weights."""
 
 
 class AdapterSlots:
@@ -65,49 +84,79 @@ class AdapterSlots:
         heads: Mapping[str, AdapterTable] = MappingProxyType({}),
     ) -> None:
         """read: the model's checkpoint; heads: of the layers behind the pooling, by name."""
-        self._limits, self._heads = limits, heads
-        self._tables: Mapping[str, AdapterTable] = {**model.adapter_tables, **heads}
-        spec = model.unpadded
+        self._limits, self._place, self._heads = limits, place, heads
+        self._target = self._target_of(model, read)
+        self._loaded: dict[int, _Loaded] = {}
+        self._lock = threading.Lock()
+
+    def _target_of(self, model: AdaptableModel, read: ReadBase) -> _Target:
+        spec, limits = model.unpadded, self._limits
 
         def read_base() -> WeightSource:
             return as_declared(spec, read())
 
-        self._layers = AdaptableLayers(spec, model.spec, place, model.prefix, read_base, limits.target_modules)
-        self._loaded: dict[int, _Loaded] = {}
-        self._lock = threading.Lock()
+        layers = AdaptableLayers(spec, model.spec, self._place, model.prefix, read_base, limits.target_modules)
+        return _Target(layers, {**model.adapter_tables, **self._heads})
 
     def load(self, slot: int, path: str) -> AdapterFacts:
         """Raises ModelError, and leaves the slot empty."""
         self.drop(slot)
-        adapter = read_adapter(path, self._limits.max_rank, weight_elements(self._layers.spec))
-        deltas = self._layers.deltas(adapter)
-        for name in deltas:
-            if name not in self._tables:
-                raise ModelError(f"the adapter {path} changes {name} and its like, which adapters cannot here")
-        packed = {name: self._tables[name].pack(delta) for name, delta in deltas.items()}
-        with self._lock:
-            self._put(slot, packed)
-            self._loaded[slot] = _Loaded(packed)
-        num_bytes = sum(each.nbytes for each in packed.values())
+        adapter = read_adapter(path, self._limits.max_rank, weight_elements(self._target.layers.spec))
+        while (loaded := self._put_into(slot, adapter)) is None:
+            pass  # the model was replaced meanwhile
         return AdapterFacts(
             identity=adapter.identity,
             rank=adapter.rank,
-            num_bytes=num_bytes,
+            num_bytes=sum(each.nbytes for each in loaded.packed.values()),
             invocation_tokens=adapter.config.invocation_tokens,
         )
+
+    def _put_into(self, slot: int, adapter: Adapter) -> _Loaded | None:
+        """None, and nothing is done, if the model was replaced meanwhile."""
+        target = self._target
+        loaded = _packed(adapter, target)
+        with self._lock:
+            if self._target is not target:
+                return None
+            _put(target, slot, loaded.packed)
+            self._loaded[slot] = loaded
+        return loaded
 
     def drop(self, slot: int) -> None:
         with self._lock:
             if (loaded := self._loaded.pop(slot, None)) is not None:
-                self._put(slot, dict.fromkeys(loaded.packed))
+                _put(self._target, slot, dict.fromkeys(loaded.packed))
 
-    def move_to(self, model: AdaptableModel) -> None:
-        """Puts what is loaded into a model with other weights that takes the place of the present one."""
+    def prepared_for(self, model: AdaptableModel, read: ReadBase) -> PreparedSlots:
+        """Computes anew what depends on the model's weights, from another checkpoint, beside loads and steps."""
+        target = self._target_of(model, read)
         with self._lock:
-            self._tables = {**model.adapter_tables, **self._heads}
-            for slot, loaded in self._loaded.items():
-                self._put(slot, loaded.packed)
+            loaded = list(self._loaded.values())
+        again = {each: _packed(each.adapter, target).packed for each in loaded if each.adapter is not None}
+        return PreparedSlots(target, again)
 
-    def _put(self, slot: int, packed: Mapping[str, Any]) -> None:
-        for name, each in packed.items():
-            self._tables[name].put(slot, each)
+    def move_to(self, prepared: PreparedSlots) -> None:
+        """Puts what is loaded into the model, which takes the place of the present one."""
+        target = prepared.target
+        with self._lock:
+            self._target = target
+            for slot, loaded in self._loaded.items():
+                if loaded.adapter is not None:
+                    again = prepared.packed.get(loaded) or _packed(loaded.adapter, target).packed  # loaded since
+                    loaded = self._loaded[slot] = _Loaded(again, loaded.adapter)
+                _put(target, slot, loaded.packed)
+
+
+def _packed(adapter: Adapter, target: _Target) -> _Loaded:
+    """Raises ModelError for what the model does not have."""
+    deltas, reads_base = target.layers.deltas(adapter)
+    for name in deltas:
+        if name not in target.tables:
+            raise ModelError(f"the adapter {adapter.path} changes {name} and its like, which adapters cannot here")
+    packed = {name: target.tables[name].pack(delta) for name, delta in deltas.items()}
+    return _Loaded(packed, adapter if reads_base else None)
+
+
+def _put(target: _Target, slot: int, packed: Mapping[str, Any]) -> None:
+    for name, each in packed.items():
+        target.tables[name].put(slot, each)

@@ -19,7 +19,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.adapters.heads import HeadTable
-from headrace.executor.adapters.slots import AdapterSlots
+from headrace.executor.adapters.slots import AdapterSlots, PreparedSlots
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
@@ -70,6 +70,7 @@ class CpuRank(ModelRank):
         self._balancer: ExpertBalancer | None = None  # for the model's experts
         self._submitted: deque[StepPlan] = deque()
         self._adapters: AdapterSlots | None = None
+        self._moved: PreparedSlots | None = None  # what is loaded, for weights that will replace the current ones
         self._thread: StepThread | None = None
         self._compiling = threading.Thread()
 
@@ -202,6 +203,7 @@ class CpuRank(ModelRank):
         model, self._prepared = self._prepared, None
         if prepared and model is not None:
             self._use(model)
+        self._moved = None
 
     def sleep(self, level: int) -> None:
         """Releases the cache's pages. Weights are in host memory already, so that only level 2 drops them."""
@@ -228,7 +230,8 @@ class CpuRank(ModelRank):
         """Computes with this model from the next step on."""
         self._model = model
         if self._adapters is not None:
-            self._adapters.move_to(model)
+            assert self._moved is not None, "the weights were read again"
+            self._adapters.move_to(self._moved)
         self._balance(model)
         self.runner.use(model)
 
@@ -247,9 +250,12 @@ class CpuRank(ModelRank):
         return choice.function, next((reason for _, reason in choice.refused), "")
 
     def _read_again(self, path: str | None) -> Decoder | CpuDecoder:
-        model = self._load_model(self._open_again(path))
+        checkpoint = self._open_again(path)
+        model = self._load_model(checkpoint)
         if isinstance(model, CpuDecoder):
             model.bind(self._cache)
+        if self._adapters is not None:
+            self._moved = self._adapters.prepared_for(model, partial(checkpoint.weights, place=self._place))
         return model
 
     def _load_model(self, checkpoint: Checkpoint) -> Decoder | CpuDecoder:

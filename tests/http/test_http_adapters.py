@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from server_here import MODEL, ServerHere, serving_here
 
 from headrace import InvalidRequestError, LoRARequest
 from headrace.executor.testing.null import NullExecutor
-from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry
+from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry, installed_resolvers
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.ipc import plugins
 from headrace.ipc.adapters import AdapterFacts
-from headrace.ipc.failure import MissingAdapterError, ModelError
+from headrace.ipc.failure import MissingAdapterError, ModelError, OptionError
 
 HI = [{"role": "user", "content": "hi"}]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -285,6 +287,49 @@ def test_a_resolver_of_ones_own_is_asked_too(
     error = error_of(client.post("/v1/completions", json={"model": "fails", "prompt": "a"}), 400)
     assert "the shelf fell down" in error["message"]
     assert client.post(UNLOAD, json={"lora_name": "mine"}).status_code == 200
+
+
+RESOLVER = """
+from headrace.lora.resolver import LoRAResolver
+from headrace import LoRARequest
+
+class Shelf(LoRAResolver):
+    async def resolve_lora(self, base_model_name, lora_name):
+        return LoRARequest(lora_name, 1, "SQL") if lora_name == "shelved" else None
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Installs a package with a module `shelf` of this text, and one entry point."""
+
+    def install(text: str, entry_point: str) -> None:
+        (tmp_path / "shelf.py").write_text(text)
+        package = tmp_path / "shelf-1.0.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+        (package / "entry_points.txt").write_text(f"[headrace.lora_resolvers]\n{entry_point}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        plugins._installed_on.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    plugins._installed_on.cache_clear()
+    sys.modules.pop("shelf", None)
+
+
+def test_a_resolver_of_an_installed_package_is_asked(install: Callable[[str, str], None], folder: Path) -> None:
+    install(RESOLVER.replace("SQL", f"{folder}/sql"), "shelf = shelf:Shelf")
+    with serving_here(ServeOptions(port=0), **ENGINE) as server, server.client() as client:
+        assert completed(client, "shelved") != completed(client)
+        assert client.get("/lora-adapters").json()[0]["path"] == f"{folder}/sql"
+        error_of(client.post("/v1/completions", json={"model": "elsewhere", "prompt": "a"}), 404)
+
+
+def test_an_installed_resolver_without_its_method_is_named(install: Callable[[str, str], None]) -> None:
+    install("class Shelf: ...", "shelf = shelf:Shelf")
+    with pytest.raises(OptionError, match=r"shelf \(shelf:Shelf\) is a Shelf without resolve_lora"):
+        installed_resolvers()
 
 
 def test_batch_files_name_adapters_too(server: ServerHere) -> None:

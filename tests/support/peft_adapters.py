@@ -41,6 +41,10 @@ class PeftModels:
         self._adapted[name] = model
         return path
 
+    def take(self, name: str) -> None:
+        """An adapter of the folder, which was made for another model."""
+        self._adapted[name] = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), str(self.folder / name)).eval()
+
     def add(self, name: str, parts: Sequence[str], scales: Sequence[float]) -> None:
         """What peft says with the sum of these adapters under another name; nothing is saved."""
         model = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), self.folder / parts[0], parts[0])
