@@ -80,6 +80,8 @@ class ModelRank(Rank):
         self._bounded = BoundedCalls(options.control_timeout)
         self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
+        self._pooler: Pooler | None = None
+        self._heads_read_again: Mapping[str, Head] = {}  # prepared by a reload
         self._head_tables: Mapping[str, HeadTable] = {}  # what adapters change of the layers behind the pooling
         self._weights = self._weights_read_again = ""  # identities: in use; prepared by a reload
         self._path = self._path_read_again = ""  # of their checkpoints; empty: the model's own
@@ -105,15 +107,20 @@ class ModelRank(Rank):
         batch.sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
         if self.plan.model.pooling is None:
             return None
-        found, made, heads = self.found, dict[tuple[HeadLayer, ...], Head](), dict[str, Head]()
+        self._pooler = Pooler(self.found.tasks.outputs, self._heads(self.found), self.found.spec.logit_scale)
+        batch.columns["pooling"] = self._pooler
+        return self._pooler
+
+    def _heads(self, found: FoundModel) -> dict[str, Head]:
+        """The layers behind the pooling, by kind of result. Raises ModelError."""
+        made, heads = dict[tuple[HeadLayer, ...], Head](), dict[str, Head]()
         for kind, output in found.tasks.outputs.items():
             if (layers := output.layers) and layers not in made:
                 weights = None if all(each.folder for each in layers) else found.checkpoint.weights(place=self._place)
                 made[layers] = Head(layers, weights, found.spec.names.prefixes, self._token_id, self._head_tables)
             if layers:
                 heads[kind] = made[layers]
-        pooler = batch.columns["pooling"] = Pooler(found.tasks.outputs, heads, found.spec.logit_scale)
-        return pooler
+        return heads
 
     def describe(self, report: Report) -> ModelDescription:
         report("find model")
@@ -241,6 +248,8 @@ class ModelRank(Rank):
                 self.use_weights(command.prepared)
                 if command.prepared:
                     self._path = self._path_read_again
+                    if self._pooler is not None:
+                        self._pooler.use(self._heads_read_again)
                 else:
                     self._weights_read_again = ""
                 return self._with_weights(answer)
@@ -326,8 +335,8 @@ class ModelRank(Rank):
         if path:
             options = options_of_another(options, path)
         checkpoint = open_checkpoint(options)
-        other = find_model(checkpoint, options).spec
-        if other != spec:
+        found = find_model(checkpoint, options)
+        if (other := found.spec) != spec:
             differing = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(other, name)]
             raise ModelError(
                 f"the weights of {checkpoint.name} cannot replace those of {model.name}: their configs differ in "
@@ -338,6 +347,8 @@ class ModelRank(Rank):
                 f"the weights of {checkpoint.name} are {checkpoint.dtype_name}, and those of {model.name} "
                 f"{model.checkpoint_dtype}: they must be of one type"
             )
+        if self._pooler is not None:
+            self._heads_read_again = self._heads(found)
         self._weights_read_again = weights_identity(checkpoint)
         return checkpoint
 

@@ -67,6 +67,11 @@ class Pooler:
         self._done: list[tuple[int, Tensor]] = []  # the vectors of rows that end in the current step
         self._failures: list[RowFailure] = []
 
+    def use(self, heads: Mapping[str, Head]) -> None:
+        """Replaces the heads' weights from the next step on. The rows stay as they are."""
+        for kind, output in self._outputs.items():
+            output.head = heads.get(kind)
+
     # --- columns ------------------------------------------------------------------------------------------------
 
     def enter(self, new: NewRow) -> None:

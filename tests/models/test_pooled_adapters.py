@@ -88,6 +88,24 @@ def test_classes_are_those_of_the_adapters_own_classifier(
         assert (found[0] - plain[0]).abs().max() > 1e-2
 
 
+def test_classifiers_follow_new_weights_and_adapters_keep_their_own(tmp_path: Path) -> None:
+    save_encoder("bert", tmp_path / "0", SEQUENCE, num_labels=3)
+    save_encoder("bert", tmp_path / "1", SEQUENCE, seed=1, num_labels=3)
+    kind = transformers.AutoModelForSequenceClassification
+    bases = [kind.from_pretrained(tmp_path / f"{seed}", dtype=torch.float32).eval() for seed in (0, 1)]
+    first, second = (PeftModels(base, tmp_path) for base in bases)
+    lora = LoRARequest("a", 1, str(first.make("a", task_type="SEQ_CLS", bias="lora_only", use_dora=True, size=0.1)))
+    second.take("a")
+    with LLM(str(tmp_path / "0"), in_process=True, skip_tokenizer_init=True, **ENGINE) as llm:
+        for number, models in enumerate((first, second, first)):
+            if number:
+                llm.reload_weights(str(tmp_path / f"{number % 2}"))
+            for name, asked in (("", None), ("a", lora)):
+                (output,) = llm.encode(PROMPTS[:1], LOGITS, pooling_task="classify", use_tqdm=False, lora_request=asked)
+                wanted = logits_of(models.adapted(name), PROMPTS[0])
+                assert (torch.as_tensor(output.outputs.data) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
 def test_a_classifier_of_another_shape_is_refused(tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "model", "llama", SEQUENCE)
     path = PeftModels(base, tmp_path).make("a", task_type="SEQ_CLS")
