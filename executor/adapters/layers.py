@@ -524,7 +524,7 @@ def _swapped(a: Tensor, b: Tensor, count: int) -> Factors:
 
 def _of_even_rank(a: Tensor) -> Tensor:
     """With a row of zeros if their number is odd: kernels in bfloat16 multiply pairs."""
-    return torch.nn.functional.pad(a, (0, 0, 0, len(a) % 2))
+    return torch.nn.functional.pad(a, (0, 0, 0, 1)) if len(a) % 2 else a
 
 
 def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:

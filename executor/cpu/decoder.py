@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -107,6 +109,8 @@ class CpuDecoder:
         """Of the last step, until it is repeated."""
         self._adapters: TokenAdapters | None = None
         """Of the last step."""
+        self._paired = lru_cache(maxsize=2)(_paired)
+        """While sequences generate, each step's rows and its rows of logits have the adapters of the step before."""
         self._logits: list[Tensor] = []
         """Item n is a view of the first n rows of the logits."""
 
@@ -187,7 +191,10 @@ class CpuDecoder:
         if tokens is not None:
             logits = tokens.of(logits_rows)
         self._written.buffers.take_adapters(
-            *(None if each is None else PairedRows.of(each.slots, each.scales) for each in (tokens, logits))
+            *(
+                None if each is None else self._paired(len(each.slots), each.slots.tobytes(), each.scales.tobytes())
+                for each in (tokens, logits)
+            )
         )
 
     def _put_given(self, written: WrittenProgram, arrays: StepArrays) -> None:
@@ -267,3 +274,10 @@ class CpuDecoderPart(CpuDecoder):
         """Raises PeerError where a rank failed to arrive at a collective within the program."""
         if isinstance(self._place.link, SharedCollectives):
             self._place.link.check()
+
+
+def _paired(most_used: int, slots: bytes, scales: bytes) -> PairedRows:
+    """Of the fields of TokenAdapters."""
+    return PairedRows.of(
+        np.frombuffer(slots, np.int32).reshape(most_used, -1), np.frombuffer(scales, np.float32).reshape(most_used, -1)
+    )

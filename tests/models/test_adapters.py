@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import quantised_checkpoints as made
 import tiny_models
@@ -169,6 +170,23 @@ def test_base_rows_are_bitwise_those_of_a_batch_and_of_a_model_without_adapters(
     _, emptied = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8, adapters=mixed[:2])
     _, alone = Driver(plain).greedy(PROMPTS[:2], NEW_TOKENS, chunk=8)
     assert torch.equal(emptied[0], alone[0]), "a slot that was emptied"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_do_not_depend_on_the_number_of_rows_of_a_slot(dtype: str, tmp_path: Path) -> None:
+    """With factors that are longer than what is prefetched at once."""
+    model = tiny_models.build("llama", hidden_size=320, intermediate_size=1056)
+    source, used = DictSource(state_of(model)), getattr(torch, dtype)
+    limits = msgspec.structs.replace(LIMITS, dtype=dtype)
+    decoder = CpuDecoder(spec_of(model), source, used, StepLimits(128, 8, 128, adapters=limits))
+    slots, models = AdapterSlots(limits, decoder, SINGLE, lambda: source), PeftModels(model, tmp_path)
+    for slot, rank in enumerate((9, 16)):
+        slots.load(slot, str(models.make(f"adapter {slot}", seed=slot, r=rank)))
+    uses = ((RowAdapter(0, 0.7),), (), (RowAdapter(1, 1.0), RowAdapter(0, 1.0)), (RowAdapter(0, 1.0),))
+    _, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=64, adapters=uses)
+    for nth, prompt in enumerate(PROMPTS):
+        _, own = Driver(decoder).greedy([prompt], NEW_TOKENS, chunk=3, adapters=(uses[nth],))
+        assert torch.equal(own[0], logits[nth])
 
 
 ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3})}

@@ -104,7 +104,7 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
 }
 
 template <class Kernel>
-constexpr Tiles kTilesOf = {Kernel::kMaxRows, run_linear<Kernel>, run_stack<Kernel>, Kernel::usable,
-                            Kernel::prepare,  run_unit<Kernel>,   run_tile<Kernel>};
+constexpr Tiles kTilesOf = {Kernel::kMaxRows, run_linear<Kernel>, run_stack<Kernel>,    Kernel::usable,
+                            Kernel::prepare,  run_tile<Kernel>,   half_tile<Kernel>(0)};
 
 }  // namespace headrace

@@ -9,6 +9,10 @@ namespace {
 constexpr int kMostTileRows = 16;
 // Of a panel of B; the hardware fetches the rest of a longer one.
 constexpr int64_t kMostFetched = 4096;
+constexpr int kHalfRows = kPanelRows / 2;  // rows of A in a panel: ranks are small, and a panel's padding is read too
+constexpr int64_t kBlockBytes = 256 * 1024;  // of a panel of A that several tiles read
+constexpr int64_t kReadRows = 8;  // whose products with a panel take as long as reading it from memory
+constexpr int64_t kPanelsAhead = 4;  // of the list of panels: what it points to is requested without waiting
 
 DType type_of_y(const DeltaSite& site) {
   LinearArgs pair = {};
@@ -37,6 +41,19 @@ int64_t bytes_of_y(const DeltaSite& site, const RowAdapters& rows, int64_t k, DT
   return whole_lines(most);
 }
 
+// What tiles of the site's type need to know of x, whose rows have k values.
+LinearArgs input_of(const LinearArgs& args, const DeltaSite& site, int64_t k) {
+  LinearArgs own = {};
+  own.weight.k = k;
+  own.weight.type = site.type;
+  own.weight.fan = 1;
+  own.x = args.x;
+  own.x_stride = args.x_stride;
+  own.x_thread_stride = args.x_thread_stride;
+  own.x_dtype = args.x_dtype;
+  return own;
+}
+
 // The rows of x of pairs [begin, end) one after another, as the site's tiles read them.
 Prepared gather_pairs(const LinearArgs& own, const DeltaSite& site, const int32_t* rows, int64_t count, char* to,
                       int thread) {
@@ -54,65 +71,109 @@ Prepared gather_pairs(const LinearArgs& own, const DeltaSite& site, const int32_
   return {to, pitch};
 }
 
-// Multiplies columns [first, last) of `count` rows of y by the rows' scales.
-void scale_rows(const DeltaRun& run, DType type, char* y, int64_t begin, int64_t count, int64_t first, int64_t last) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float scale = run.rows->scales[begin + i];
-    if (scale == 1.0f) continue;
-    char* row = y + i * run.y_bytes;
-    for (int64_t at = first; at < last; ++at) store_one(row, at, type, load_one(row, at, type) * scale);
+// The products of rows with the panels of A of adapters, each kHalfRows rows of A.
+struct Shrink {
+  const DeltaSite* site;
+  const RowAdapters* rows;
+  LinearArgs own;  // as tiles of the site's type read x
+  int64_t y_bytes;
+  DType y_type;
+  float* sums;  // [rows of a block, kHalfRows]
+
+  int64_t k_bytes() const { return kHalfRows * (site->type == WeightType::kF32 ? 4 : 2); }
+  int64_t panel_bytes() const { return panel_k() * k_bytes(); }
+  int64_t panel_k() const { return site->type == WeightType::kBF16 ? (own.weight.k + 1) / 2 * 2 : own.weight.k; }
+
+  // Writes a panel's columns of y for the pairs [pair, pair + count): scale * x A^T. next: what this thread reads next.
+  void panel(const Delta& delta, const Prepared& x, int64_t panel, int64_t pair, int64_t count,
+             const char* next) const {
+    const int64_t k = own.weight.k, most = site->tiles->max_rows, tiles = (count + most - 1) / most;
+    const char* data = delta.a + panel * panel_bytes();
+    // One tile prefetches the next panel while it reads the end of this one.
+    const int64_t ahead_k = kAheadBytes / k_bytes(), early = k > ahead_k ? (k - ahead_k) / 2 * 2 : k;
+    const int64_t block_k = tiles == 1 ? early : kBlockBytes / k_bytes();
+    for (int64_t first = 0; first < k;) {
+      const int64_t size = first + block_k < k && first < early ? block_k : k - first;
+      const char* block = data + first * k_bytes();
+      const bool is_last = first + size == k;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const Range part = split(count, static_cast<int>(tile), static_cast<int>(tiles));
+        Ahead ahead = ahead_of(block, size * k_bytes(), size * k_bytes(), tile, tiles);
+        if (tiles == 1 && is_last) ahead.from = next;
+        site->tiles->half(static_cast<int>(part.end - part.begin), x.base + part.begin * x.row_bytes + first * x_step(),
+                          x.row_bytes, block, size, sums + part.begin * kHalfRows, kHalfRows, first > 0, ahead);
+      }
+      first += size;
+    }
+    for (int64_t row = 0; row < count; ++row)
+      for (int i = 0; i < kHalfRows; i += kLanes)
+        store_vector(site->y + (pair + row) * y_bytes, panel * kHalfRows + i, y_type,
+                     load_floats(sums + row * kHalfRows + i) * rows->scales[pair + row]);
+  }
+
+  // Bytes of a value of a prepared row.
+  int64_t x_step() const { return size_of(y_type); }
+};
+
+// A block of a slot's pairs and a panel of its A.
+struct ShrinkTask {
+  const Delta* delta;
+  int64_t pair, count, panel;
+};
+
+// The tasks of a step in order: each(task).
+template <class Each>
+void for_each_task(const Shrink& shrink, int64_t pitch, int num_threads, Each each) {
+  const RowAdapters& rows = *shrink.rows;
+  for (int64_t i = 0; i < rows.num_slots; ++i) {
+    const Delta* delta = delta_of(*shrink.site, rows.slots[i], 0);
+    if (!delta) continue;
+    const int64_t begin = rows.starts[i], count = rows.starts[i + 1] - begin;
+    const int64_t panels = delta->replaces != 0 ? 1 : (delta->width + kHalfRows - 1) / kHalfRows;
+    int64_t block_rows = rows_per_block(count, pitch, panels, num_threads, shrink.site->tiles->max_rows);
+    const int64_t most = gathered_rows(pitch);
+    if (block_rows > most) block_rows = most;
+    for (int64_t first = 0; first < count; first += block_rows)
+      for (int64_t panel = 0; panel < panels; ++panel)
+        each(ShrinkTask{delta, begin + first, count - first < block_rows ? count - first : block_rows, panel});
   }
 }
 
-// y = scale * x A^T: this thread's share of the blocks of each slot's rows and the panels of its A.
+// y = scale * x A^T: this thread's share of the tasks, which is what lies together in memory.
 void shrink(const LinearArgs& args, const DeltaRun& run, const Step& step, int thread, int num_threads) {
   const DeltaSite& site = *run.site;
   const RowAdapters& rows = *run.rows;
-  LinearArgs own = {};
-  own.weight.k = args.weight.k;
-  own.weight.type = site.type;
-  own.weight.fan = 1;
-  own.x = args.x;
-  own.x_stride = args.x_stride;
-  own.x_thread_stride = args.x_thread_stride;
-  own.x_dtype = args.x_dtype;
-  own.out_dtype = run.y_type;
-  own.out_stride = run.y_bytes / size_of(own.out_dtype);
+  const LinearArgs own = input_of(args, site, args.weight.k);
   const int64_t pitch = whole_lines(prepared_row_bytes(own.weight));
   char* gathered = step.thread_scratch(thread);
   const int64_t least = kLeastGathered * pitch;
   float* sums = reinterpret_cast<float*>(gathered + (least > kActivationBlockBytes ? least : kActivationBlockBytes));
-  int64_t task = 0;
-  for (int64_t i = 0; i < rows.num_slots; ++i) {
-    const Delta* found = delta_of(site, rows.slots[i], 0);
-    if (!found) continue;
-    const Delta& delta = *found;
-    own.weight.data = delta.a;
-    own.weight.n = delta.replaces != 0 ? kPanelRows : delta.width;
-    const int64_t begin = rows.starts[i], count = rows.starts[i + 1] - begin, panels = panels_of(own.weight);
-    int64_t block_rows = rows_per_block(count, pitch, panels, num_threads, site.tiles->max_rows);
-    const int64_t most = gathered_rows(pitch);
-    if (block_rows > most) block_rows = most;
-    for (int64_t first = 0; first < count; first += block_rows) {
-      const int64_t size = count - first < block_rows ? count - first : block_rows;
-      const int32_t* pairs = rows.rows + begin + first;
-      char* y = site.y + (begin + first) * run.y_bytes;
-      Prepared x = {};
-      for (int64_t panel = 0; panel < panels; ++panel, ++task) {
-        if (task % num_threads != thread) continue;
-        if (delta.replaces != 0) {
-          for (int64_t row = 0; row < size; ++row)
-            site.tiles->prepare(own, row_of_x(own, thread, pairs[row]), y + row * run.y_bytes);
-          continue;
-        }
-        if (!x.base) x = gather_pairs(own, site, pairs, size, gathered, thread);
-        own.out = y;
-        site.tiles->unit(own, x, panel, 0, size, sums, nullptr);
-        const int64_t end = (panel + 1) * kPanelRows < delta.width ? (panel + 1) * kPanelRows : delta.width;
-        scale_rows(run, own.out_dtype, y, begin + first, size, panel * kPanelRows, end);
-      }
+  const Shrink shrink = {&site, &rows, own, run.y_bytes, run.y_type, sums};
+  // A panel of few rows costs as much as of kReadRows, since it is read from memory.
+  const auto work_of = [](const ShrinkTask& task) { return task.count < kReadRows ? kReadRows : task.count; };
+  int64_t total = 0, before = 0, gathered_pair = -1;
+  for_each_task(shrink, pitch, num_threads, [&](const ShrinkTask& task) { total += work_of(task); });
+  Prepared x = {};
+  const auto compute = [&](const ShrinkTask& task, const char* next) {
+    const int32_t* pairs = rows.rows + task.pair;
+    if (task.delta->replaces != 0) {
+      for (int64_t row = 0; row < task.count; ++row)
+        site.tiles->prepare(own, row_of_x(own, thread, pairs[row]), site.y + (task.pair + row) * run.y_bytes);
+      return;
     }
-  }
+    if (task.pair != gathered_pair) x = gather_pairs(own, site, pairs, task.count, gathered, thread);
+    gathered_pair = task.pair;
+    shrink.panel(*task.delta, x, task.panel, task.pair, task.count, next);
+  };
+  ShrinkTask last = {};
+  for_each_task(shrink, pitch, num_threads, [&](const ShrinkTask& task) {
+    const bool is_mine = before * num_threads / total == thread;
+    before += work_of(task);
+    if (!is_mine) return;
+    if (last.delta) compute(last, task.delta->a + task.panel * shrink.panel_bytes());
+    last = task;
+  });
+  if (last.delta) compute(last, last.delta->panels[0].data);
 }
 
 // The sums of rows whose product as a whole is changed: see Delta.magnitude and Delta.replaces. base: x W^T.
@@ -145,7 +206,7 @@ void expand_panel(const DeltaRun& run, const Delta& delta, int64_t panel, int32_
       const int size = count - row < most ? count - row : most;
       float* to = whole ? added + row * kPanelRows : sums + row * sums_stride;
       run.site->tiles->tile(size, y + row * bytes, bytes, part.data, part.count, to, whole ? kPanelRows : sums_stride,
-                            !whole);
+                            !whole, Ahead{part.data, 0});
     }
   }
   for (int row = 0; row < count; ++row) {
@@ -188,14 +249,16 @@ void expand(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first
 }
 
 // DeltaRun.fetch
-void fetch(const DeltaRun& run, int64_t unit) {
-  for (int64_t i = 0; i < run.rows->num_slots; ++i) {
-    const Delta* delta = delta_of(*run.site, run.rows->slots[i], run.weight);
-    for (int64_t f = 0; delta && f < run.fan; ++f) {
-      const DeltaPanel& part = delta->panels[unit * run.fan + f];
-      const int64_t bytes = part.count * kPanelRows * (run.site->type == WeightType::kF32 ? 4 : 2);
-      for (int64_t at = 0; at < bytes && at < kMostFetched; at += 64) __builtin_prefetch(part.data + at, 0, 2);
-    }
+void fetch(const DeltaRun& run, int64_t unit, int64_t part, int64_t parts) {
+  const int64_t panels = run.rows->num_slots * run.fan;
+  const Range mine = split(panels, static_cast<int>(part), static_cast<int>(parts));
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    const Delta* delta = delta_of(*run.site, run.rows->slots[i / run.fan], run.weight);
+    if (!delta) continue;
+    const DeltaPanel* panel = delta->panels + unit * run.fan + i % run.fan;
+    __builtin_prefetch(panel + kPanelsAhead);
+    const int64_t bytes = panel->count * kPanelRows * (run.site->type == WeightType::kF32 ? 4 : 2);
+    for (int64_t at = 0; at < bytes && at < kMostFetched; at += 64) __builtin_prefetch(panel->data + at, 0, 2);
   }
 }
 
@@ -226,34 +289,21 @@ const DeltaRun* begin_stack(StackDeltas& deltas, const StackRun& run, int64_t ex
   if (y_bytes == 0) return nullptr;
   for (int64_t i = 0; i < count; ++i)
     from[i] = run.gathers ? run.pairs.rows[begin + i] : static_cast<int32_t>(begin + i - run.pass.begin);
-  LinearArgs own = {};
-  own.weight.k = run.experts[0].k;
-  own.weight.type = site.type;
-  own.weight.fan = 1;
-  own.x = run.linear.x;
-  own.x_stride = run.linear.x_stride;
-  own.x_thread_stride = run.linear.x_thread_stride;
-  own.x_dtype = run.linear.x_dtype;
-  own.out_dtype = type;
+  const LinearArgs own = input_of(run.linear, site, run.experts[0].k);
   y_bytes = whole_lines(y_bytes);
-  own.out_stride = y_bytes / size_of(type);
   deltas.own = site;
   deltas.own.y = gathered + kStackRows * whole_lines(prepared_row_bytes(own.weight));
   deltas.paired = {nullptr, rows.slots, nullptr, slot_of, scales, pair_of, rows.num_slots, rows.most_used, count};
   deltas.run = {expand, fetch, &deltas.own, &deltas.paired, y_bytes, run.experts[0].fan, expert, type};
+  const Shrink shrink = {&deltas.own, &deltas.paired, own, y_bytes, type, sums};
   for (int64_t at = 0; at < pairs;) {
     int64_t size = 1;
     if (pair_of[at] >= 0) {
       while ((at + size) % count != 0 && slot_of[at + size] == slot_of[at]) ++size;
       const Delta& delta = *delta_of(site, slot_of[at], expert);
       const Prepared x = gather_pairs(own, site, from + at % count, size, gathered, thread);
-      own.weight.data = delta.a;
-      own.weight.n = delta.width;
-      char* y = deltas.own.y + at * y_bytes;
-      own.out = y;
-      for (int64_t panel = 0; panel < panels_of(own.weight); ++panel)
-        site.tiles->unit(own, x, panel, 0, size, sums, nullptr);
-      scale_rows(deltas.run, type, y, at, size, 0, delta.width);
+      for (int64_t panel = 0; panel * kHalfRows < delta.width; ++panel)
+        shrink.panel(delta, x, panel, at, size, delta.panels[0].data);
     }
     at += size;
   }

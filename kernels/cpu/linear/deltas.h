@@ -8,7 +8,7 @@
 // W are extended by those of y with the same outputs' rows of B before they are written (`expand`). Rows without an
 // adapter are not touched, and a row's result does not depend on the others.
 //
-// A and B are packed in panels as W is. The panels of B are those of W, output for output. A linear layer of several
+// A and B are packed in panels as W is, A in half panels. The panels of B are those of W, output for output. A linear layer of several
 // matrices has one A with the rows of all of them, and each panel of B reads only the columns of y that its outputs
 // depend on.
 #pragma once
@@ -46,7 +46,7 @@ struct DeltaPanel {
 
 // One slot's part of one weight.
 struct Delta {
-  const char* a;             // panels of A [width, k]; null with `replaces`
+  const char* a;             // half panels of A [width, k]; null with `replaces`
   const DeltaPanel* panels;  // [panels of W], or null: the weight stays as it is
   const float* bias;         // [panels of W, kPanelRows] or null
   // [panels of W, kPanelRows] or null: what the whole product is multiplied by (DoRA: Liu et al. 2024, arXiv
@@ -66,8 +66,9 @@ struct DeltaSite {
 // The adapters of one run of a layer.
 struct DeltaRun {
   void (*add)(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit);
-  // Prefetches what `add` will read for a unit of W: its panels of B are short, and far apart in memory.
-  void (*fetch)(const DeltaRun& run, int64_t unit);
+  // Prefetches what `add` will read for a unit of W: its panels of B are short, and far apart in memory. part: of
+  // `parts` calls between which the unit is multiplied, since memory has only so many requests under way.
+  void (*fetch)(const DeltaRun& run, int64_t unit, int64_t part, int64_t parts);
   const DeltaSite* site;
   const RowAdapters* rows;
   int64_t y_bytes;  // from row to row of y

@@ -24,7 +24,8 @@ from headrace.kernels.cpu.linear.linear import PackedLinear, tiles_of
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.low_rank import EmbeddingDelta, LowRank
 
-PANEL_ROWS = 32
+PANEL_ROWS, HALF_ROWS = 32, 16
+"""`kPanelRows`, of B, and `kHalfRows`, of A."""
 BLOCK_BYTES, LEAST_GATHERED, MOST_BLOCK_ROWS = 384 * 1024, 48, 1024
 """`kActivationBlockBytes`, `kLeastGathered` and `kMaxBlockRows`."""
 
@@ -66,13 +67,13 @@ class DeltaTable:
         found.width, found.replaces = len(delta.a), delta.whole is not None
         kept: list[Any] = []
         if len(delta.a):
-            kept.append(a := _panels(_whole_panels(delta.a.to(self._dtype))))
+            kept.append(a := self._panels(_whole_panels(delta.a)))
             found.a = pointer(a)
         if delta.whole is None and self._are_whole_panels(delta):
             panels, data = self._panels_of_parts(delta)
         else:
             rows = delta.dense_b() if delta.whole is None else delta.whole
-            panels, data = self._panels_of_rows(delta, rows.to(self._dtype))
+            panels, data = self._panels_of_rows(delta, rows)
         kept += [panels, *data]
         found.panels = panels.ctypes.data
         for name in ("bias", "magnitude"):
@@ -99,6 +100,17 @@ class DeltaTable:
         row_bytes = 4 * (self._weight.k + 16)
         return max(BLOCK_BYTES, LEAST_GATHERED * row_bytes) + MOST_BLOCK_ROWS * PANEL_ROWS * 4
 
+    def _panels(self, rows: Tensor) -> Tensor:
+        """rows [panels, rows of a panel, k] in the layout of float.h, in the memory for adapters."""
+        rows = rows.to(self._dtype)
+        if self._dtype == torch.bfloat16:  # a pair is moved as one number
+            odd = rows.shape[2] % 2
+            rows = (torch.nn.functional.pad(rows, (0, 1)) if odd else rows.contiguous()).view(torch.int32)
+        memory, address = self._weight.runtime.adapter_arena.take(rows.nbytes)
+        offset = address - ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        found = torch.frombuffer(memory, dtype=rows.dtype, count=rows.numel(), offset=offset)
+        return found.view(rows.transpose(1, 2).shape).copy_(rows.transpose(1, 2))
+
     def _in_order(self, rows: Tensor) -> Tensor:
         """rows [n, ...] as the weight's panels have them: [panels * 32, ...], with zeros where a panel has no row."""
         found = rows[self._order.clamp(min=0)]
@@ -117,7 +129,7 @@ class DeltaTable:
         fan, half = self._weight.n // self._weight.columns, self._weight.columns
         panels, data = np.zeros(len(self._order) // PANEL_ROWS, np.dtype(DeltaPanelC)), []
         for part in delta.parts:
-            data.append(packed := _panels(part.b.to(self._dtype).unflatten(0, (-1, PANEL_ROWS))))
+            data.append(packed := self._panels(part.b.unflatten(0, (-1, PANEL_ROWS))))
             which, first = divmod(part.first_row, half)
             own = panels[first // PANEL_ROWS * fan + which :: fan][: len(packed)]
             own["data"] = pointer(packed) + np.arange(len(packed)) * (packed.nbytes // len(packed))
@@ -144,7 +156,7 @@ class DeltaTable:
             chosen = np.flatnonzero((spans == (begin, end)).all(1))
             if begin == end:
                 continue
-            data.append(packed := _panels(rows[torch.from_numpy(chosen), :, begin:end]))
+            data.append(packed := self._panels(rows[torch.from_numpy(chosen), :, begin:end]))
             panels["data"][chosen] = pointer(packed) + np.arange(len(chosen)) * (packed.nbytes // len(chosen))
             panels["begin"][chosen], panels["count"][chosen] = begin, end - begin
         return panels, data
@@ -189,17 +201,10 @@ def _row_order(weight: PackedLinear) -> Tensor:
 
 
 def _whole_panels(rows: Tensor) -> Tensor:
-    """rows [n, k] with rows of zeros up to a whole number of panels: [panels, 32, k]"""
-    missing = -len(rows) % PANEL_ROWS
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, PANEL_ROWS))
-
-
-def _panels(rows: Tensor) -> Tensor:
-    """rows [panels, 32, k] in the layout of float.h."""
-    if rows.dtype != torch.bfloat16:
-        return rows.transpose(1, 2).contiguous()
-    pairs = torch.nn.functional.pad(rows, (0, rows.shape[2] % 2)).unflatten(2, (-1, 2))
-    return pairs.transpose(1, 2).contiguous()
+    """rows [n, k] with rows of zeros up to a whole number of panels: [panels, 16, k]"""
+    missing = -len(rows) % HALF_ROWS
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return padded.unflatten(0, (-1, HALF_ROWS))
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,6 +159,49 @@ inline void for_each_tile(int64_t begin, int64_t end, Each each) {
   }
 }
 
+// `call_tile`, for `Tiles`.
+template <class Kernel>
+void run_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+              int64_t sums_stride, bool add, Ahead ahead) {
+  call_tile<Kernel, Kernel::kMaxRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+}
+
+// `run_tile` of Kernel::Halves, if there are any.
+template <class Kernel>
+constexpr auto half_tile(int) -> decltype(&run_tile<typename Kernel::Halves>) {
+  return run_tile<typename Kernel::Halves>;
+}
+template <class Kernel>
+constexpr decltype(Tiles::half) half_tile(...) {
+  return nullptr;
+}
+
+// The values of k between two requests for the memory of adapters, if a unit has one tile. Memory has only so many
+// requests under way, and a tile waits while there are more.
+template <class Kernel>
+constexpr int64_t kDeltaCut = half_tile<Kernel>(0) ? 256 : INT64_MAX;
+
+// `run_unit` for one tile.
+template <class Kernel>
+void run_unit_in_parts(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end,
+                       LaneHighest* highest) {
+  const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(args.weight);
+  const int64_t parts = (k + kDeltaCut<Kernel> - 1) / kDeltaCut<Kernel>;
+  const int num_rows = static_cast<int>(end - begin);
+  alignas(64) float sums[Kernel::kMaxRows * 2 * kPanelRows];
+  for (int64_t part = 0; part < fan * parts; ++part) {
+    const int64_t f = part / parts, first = part % parts * kDeltaCut<Kernel>;
+    const int64_t size = k - first < kDeltaCut<Kernel> ? k - first : kDeltaCut<Kernel>;
+    const char* block = static_cast<const char*>(args.weight.data) + (unit * fan + f) * panel_bytes +
+                        Kernel::block_offset(first);
+    args.deltas->fetch(*args.deltas, unit, part, fan * parts);
+    call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + begin * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
+                                        block, size, sums + f * kPanelRows, fan * kPanelRows, first > 0,
+                                        ahead_of(block, 0, 0, 0, 1));
+  }
+  finish_tile(args, sums, fan * kPanelRows, highest, begin, num_rows, unit);
+}
+
 // Multiplies rows [begin, end) of x by one unit (fan panels).
 template <class Kernel>
 void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums,
@@ -166,7 +209,11 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(args.weight);
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
-  if (args.deltas) args.deltas->fetch(*args.deltas, unit);
+  if (args.deltas && end - begin <= Kernel::kMaxRows && kDeltaCut<Kernel> < k) {
+    run_unit_in_parts<Kernel>(args, x, unit, begin, end, highest);
+    return;
+  }
+  if (args.deltas) args.deltas->fetch(*args.deltas, unit, 0, 1);
   if (block_k >= k) {
     // Every tile reads both panels of a gated pair, so that the next pair is prefetched.
     for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
@@ -196,13 +243,6 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t, int64_t) {
     finish_tile(args, sums + (row - begin) * sums_stride, sums_stride, highest, row, num_rows, unit);
   });
-}
-
-// `call_tile` without prefetching, for panels that are in a near cache.
-template <class Kernel>
-void run_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
-              int64_t sums_stride, bool add) {
-  call_tile<Kernel, Kernel::kMaxRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, Ahead{panel, 0});
 }
 
 // Rows of x in a block, which goes through all panels before the next block: as many as fit the cache.

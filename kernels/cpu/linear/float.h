@@ -103,13 +103,13 @@ struct FloatKernel {
   }
 
   // One step: multiplies kStepK values of k of the panel by those of each row.
-  template <int kRows>
-  static inline __attribute__((always_inline)) void step(Floats (&sums)[kRows][kPanelVectors], const char* w,
+  template <int kRows, int kVectors>
+  static inline __attribute__((always_inline)) void step(Floats (&sums)[kRows][kVectors], const char* w,
                                                          const char* const (&x)[(kRows + 2) / 3], int64_t x_bytes,
                                                          int64_t at) {
-    Floats weights[kPanelVectors];
+    Floats weights[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kPanelVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const char* from = w + v * kLanes * kStepK * kWeightBytes;
       if constexpr (kType == WeightType::kF16)
         weights[v] = load_f16(reinterpret_cast<const uint16_t*>(from));
@@ -124,7 +124,7 @@ struct FloatKernel {
         float pair;
         std::memcpy(&pair, from, 4);
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v)
+        for (int v = 0; v < kVectors; ++v)
           sums[row][v] = dot_pairs(sums[row][v], weights[v], all_lanes_bits(pair));
         continue;
       }
@@ -132,14 +132,14 @@ struct FloatKernel {
       if constexpr (kPairs) {
         // The second of a pair first, as the dot-product instruction does.
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v)
+        for (int v = 0; v < kVectors; ++v)
           sums[row][v] = fused(high_half(weights[v]), all_lanes(from[1]), sums[row][v]);
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v)
+        for (int v = 0; v < kVectors; ++v)
           sums[row][v] = fused(low_half(weights[v]), all_lanes(from[0]), sums[row][v]);
       } else {
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = fused(weights[v], all_lanes(from[0]), sums[row][v]);
+        for (int v = 0; v < kVectors; ++v) sums[row][v] = fused(weights[v], all_lanes(from[0]), sums[row][v]);
       }
     }
   }
@@ -156,34 +156,45 @@ struct FloatKernel {
   static Floats low_half(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(pairs) << 16); }
 
   // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
-  template <int kRows>
+  template <int kRows, int kVectors = kPanelVectors>
   static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                                              int64_t sums_stride, bool add, Ahead ahead) {
-    Floats total[kRows][kPanelVectors];
+    Floats total[kRows][kVectors];
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v)
+      for (int v = 0; v < kVectors; ++v)
         total[row][v] = add ? load_floats(sums + row * sums_stride + v * kLanes) : Floats{};
     // One base per three rows: every address is then base + {0, 1, 2} * x_bytes, which one instruction can form.
     const char* bases[(kRows + 2) / 3];
 #pragma GCC unroll 8
     for (int group = 0; group < (kRows + 2) / 3; ++group) bases[group] = x + 3 * group * x_bytes;
     const int64_t steps = (k + kStepK - 1) / kStepK;
-    constexpr int64_t kBytes = kPanelRows * kStepK * kWeightBytes;
+    constexpr int64_t kBytes = kVectors * kLanes * kStepK * kWeightBytes;
     // A pointer that advances by a constant: anything more in this loop costs a twentieth of its speed.
     const char* next = ahead.from;
     const int64_t advance = ahead.advance(kBytes);
     for (int64_t i = 0; i < steps; ++i, panel += kBytes, next += advance) {
 #pragma GCC unroll 4
       for (int64_t line = 0; line < kBytes; line += 64) prefetch<(4 * kRows <= kMaxRows)>(next + line);
-      step<kRows>(total, panel, bases, x_bytes, i * kStepK * kXBytes);
+      step<kRows, kVectors>(total, panel, bases, x_bytes, i * kStepK * kXBytes);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) store_floats(sums + row * sums_stride + v * kLanes, total[row][v]);
+      for (int v = 0; v < kVectors; ++v) store_floats(sums + row * sums_stride + v * kLanes, total[row][v]);
   }
+
+  // Tiles of half panels, for factors of few rows.
+  struct Halves {
+    static constexpr int kMaxRows = kTileRows;
+
+    template <int kRows>
+    static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
+                     bool add, Ahead ahead) {
+      FloatKernel::tile<kRows, kPanelVectors / 2>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+    }
+  };
 };
 
 }  // namespace headrace

@@ -45,15 +45,16 @@ constexpr int32_t kNoZeros = -1;
 // The functions that multiply by weights of one type: for a linear layer, for a stack of experts (see experts.h), and
 // the parts of these that deltas.cpp uses (see driver.h).
 struct Tiles {
-  int32_t max_rows;  // of `tile`
+  int32_t max_rows;  // of `tile` and `half`
   void (*linear)(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
   void (*experts)(struct StackRun& run, const Step& step, int thread, int num_threads);
   bool (*usable)(const struct LinearArgs& args);
   void (*prepare)(const struct LinearArgs& args, const char* row, char* to);
-  void (*unit)(const struct LinearArgs& args, const struct Prepared& x, int64_t unit, int64_t begin, int64_t end,
-               float* sums, struct LaneHighest* highest);
+  // One tile, and one of a half panel (see float.h); null for types that factors of adapters cannot have.
   void (*tile)(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
-               int64_t sums_stride, bool add);
+               int64_t sums_stride, bool add, struct Ahead ahead);
+  void (*half)(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+               int64_t sums_stride, bool add, struct Ahead ahead);
 };
 
 // How the inputs of weights with group scales are quantised. kNone: two int8 parts per block of 32. kToken and

@@ -146,11 +146,13 @@ class Arena:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A library, the pool that runs its ops, and the memory for packed weights."""
+    """A library, the pool that runs its ops, and the memory for packed weights and for adapters."""
 
     library: build.Library
     pool: ThreadPool
     arena: Arena = field(default_factory=Arena)
+    adapter_arena: Arena = field(default_factory=lambda: Arena(HUGE_PAGE_BYTES))
+    """Of small chunks, as adapters come and go. What a step reads of one lies together."""
 
 
 @functools.cache

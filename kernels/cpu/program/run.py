@@ -78,9 +78,9 @@ class StepBuffers:
     def take_adapters(self, tokens: PairedRows | None, logits: PairedRows | None) -> None:
         """Of the step's tokens and rows of logits; None: no row has any."""
         self.step.adapters = None if tokens is None else ctypes.addressof(self._adapters)
-        self._paired = [tokens, logits]
-        for args, paired in zip(self._adapters, self._paired, strict=True):
-            if paired is not None:
+        before, self._paired = self._paired, [tokens, logits]
+        for args, paired, held in zip(self._adapters, self._paired, before, strict=True):
+            if paired is not None and paired is not held:
                 paired.put(args)
 
     def take_key_lens(self, key_lens: np.ndarray | None) -> None:
