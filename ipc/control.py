@@ -126,7 +126,7 @@ class LoadAdapter(Command, frozen=True):
 
     name: AdapterName
     path: AdapterName
-    """A folder, or a GGUF file."""
+    """A folder, as peft writes it."""
     in_place: bool = False
     """Read the path again, whatever is registered under the name: a new version for the requests that come from now on.
     Those that the engine has keep theirs."""

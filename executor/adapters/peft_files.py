@@ -73,7 +73,8 @@ def read_adapter(path: str, max_rank: int, most_elements: int) -> Adapter:
     folder = Path(path)
     if not folder.is_dir():
         there = folder.exists()
-        what, kind = ("is no folder", ModelError) if there else ("does not exist", MissingAdapterError)
+        file = "is a file in GGUF, which is not read" if folder.suffix == ".gguf" else "is no folder"
+        what, kind = (file, ModelError) if there else ("does not exist", MissingAdapterError)
         raise kind(f"the adapter {path} {what}: it should have adapter_config.json and {SAFETENSORS}")
     config, source = read_config(folder), _open(folder)
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):

@@ -165,6 +165,12 @@ def test_files_that_are_missing_or_damaged_are_named(case: str, tmp_path: Path) 
     assert isinstance(refusal.value, MissingAdapterError) == (case in ("no folder", "no config"))
 
 
+def test_a_gguf_file_is_refused_by_its_kind(tmp_path: Path) -> None:
+    (file := tmp_path / "adapter.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="is a file in GGUF, which is not read: it should"):
+        slots().load(0, str(file))
+
+
 def _pattern(message: str) -> str:
     return message.replace("[", r"\[").replace("(", r"\(")
 
