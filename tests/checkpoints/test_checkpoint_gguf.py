@@ -180,7 +180,7 @@ def set_offset(data: bytearray, tensor: str, offset: int) -> bytearray:
         (lambda d: set_type(d, "token_embd.weight", Kind.F16), r"is said to lie at 10240 .* before it end at 5120;"),
         (lambda d: d[:16] + struct.pack("<Q", 1 << 60) + d[24:], r"truncated or damaged"),
         (lambda d: d.replace(b"llama.block_count", b"llama.block_kount"), r"lacks the metadata key llama\.block_count"),
-        (lambda d: d.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), r"architecture mamba; supported"),
+        (lambda d: d.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0plamo"), r"architecture plamo; supported"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_with_what_is_wrong_with_it(

@@ -98,7 +98,8 @@ def test_what_is_no_server_or_no_url_is_named(capsys):
         (("--url", "http://x", "--max-model-len", "64"), "leave out --max-model-len"),
         (("--url", "http://x", "--engine", "ipc:///x"), "leave out --engine"),
         (("--url", "http://x", "--no-enable-prefix-caching"), "leave out --no-enable-prefix-caching"),
-        (("--url", "http://x", "--enable-lora"), "--enable-lora=True is refused"),
+        (("--url", "http://x", "--enable-lora"), "leave out --enable-lora"),
+        (("--url", "http://x", "--enable-dbo"), "--enable-dbo=True is refused"),
         (("--api-key", "x"), "give its --url"),
     ):
         assert main(["complete", "x", *arguments]) == 2
