@@ -63,6 +63,19 @@ def client(server: ServerHere) -> Iterator[httpx.Client]:
         yield client
 
 
+def test_a_server_without_adapters_says_so(folder: Path) -> None:
+    options = ServeOptions(port=0, allow_runtime_lora_updating=True)
+    with serving_here(options) as server, server.client() as client:
+        for path, body in (
+            (LOAD, {"lora_name": "sql", "lora_path": f"{folder}/sql"}),
+            (UNLOAD, {"lora_name": "sql"}),
+            ("/adapters", {"name": "sql", "src": f"{folder}/sql"}),
+        ):
+            assert "--enable-lora" in error_of(client.post(path, json=body), 400)["message"]
+        assert "--enable-lora" in error_of(client.delete("/adapters/sql"), 400)["message"]
+        assert client.get("/lora-adapters").json() == []
+
+
 def completed(client: httpx.Client, model: str | None = None, **fields: Any) -> str:
     body = {"prompt": "a", "max_tokens": 8, "temperature": 0, **fields}
     answer = client.post("/v1/completions", json=body if model is None else {"model": model, **body})

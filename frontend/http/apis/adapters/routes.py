@@ -116,8 +116,7 @@ async def _load(state: ServerState, exchange: Exchange, command: LoadAdapter) ->
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if name in state.pool.names:
         raise _invalid(f"The lora adapter '{name:.200}' has the name of the model itself: choose another.")
-    if not adapters.enabled():
-        raise _invalid("LoRA is not enabled: start the server with --enable-lora.")
+    _check_enabled(state)
     async with adapters.lock(name):
         if not command.in_place:
             if name not in adapters:
@@ -139,6 +138,7 @@ async def _load(state: ServerState, exchange: Exchange, command: LoadAdapter) ->
 async def _unload(state: ServerState, exchange: Exchange, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+    _check_enabled(state)
     try:
         await state.pool.adapters.unload(name)
     except HeadraceError as error:
@@ -147,6 +147,11 @@ async def _unload(state: ServerState, exchange: Exchange, name: str) -> None:
         message = f"The lora adapter '{name:.200}' cannot be found."
         raise ApiError(HTTPStatus.NOT_FOUND, message, type="NotFoundError", param="lora_name") from None
     await exchange.answer_text(f"Success: LoRA adapter '{name}' removed successfully.".encode(), _TEXT)
+
+
+def _check_enabled(state: ServerState) -> None:
+    if not state.pool.adapters.enabled():
+        raise _invalid("LoRA is not enabled: start the server with --enable-lora.")
 
 
 _TEXT = "text/plain; charset=utf-8"
