@@ -15,6 +15,7 @@ from headrace.frontend.http.apis.openai.prompts import cache_salt
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
+    Dimensions,
     How,
     Model,
     PooledAnswer,
@@ -67,9 +68,7 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             "model's folder, or the name of such a prompt"
         ),
     ] = None
-    output_dimension: Annotated[
-        int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
-    ] = None
+    output_dimension: Dimensions = None
     embedding_types: Annotated[
         list[EmbeddingType] | None,
         Meta(

@@ -14,6 +14,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.ollama.requests import options_without_effect, served_name
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
+    Dimensions,
     How,
     PooledAnswer,
     PoolingUsage,
@@ -44,9 +45,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     truncate: Annotated[
         bool | None, Meta(description="Cut texts that are too long, instead of refusing them; default: true")
     ] = None
-    dimensions: Annotated[
-        int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
-    ] = None
+    dimensions: Dimensions = None
     options: _Options = None
     keep_alive: _KeepAlive = None
 

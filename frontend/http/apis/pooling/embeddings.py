@@ -15,6 +15,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
+    Dimensions,
     How,
     Input,
     Model,
@@ -67,9 +68,7 @@ class EncodedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     endianness: Annotated[
         Endianness | None, Meta(description="Order of the bytes in base64 and bytes; default: little-endian")
     ] = None
-    dimensions: Annotated[
-        int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
-    ] = None
+    dimensions: Dimensions = None
     use_activation: Annotated[
         bool | None, Meta(description="Scale vectors to length 1; default: the model's own setting")
     ] = None

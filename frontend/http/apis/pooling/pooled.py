@@ -36,6 +36,9 @@ Truncation = Annotated[
 Side = Annotated[
     Literal["left", "right"] | None, Meta(description="Side on which tokens are removed: left or right; default: right")
 ]
+Dimensions = Annotated[
+    int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
+]
 SpecialTokens = Annotated[bool | None, Meta(description="Add special tokens to texts; default: true")]
 PromptName = Annotated[
     str | None, Meta(description="Name of a prompt of the model's folder that is put before a text, such as query")

@@ -14,6 +14,7 @@ from headrace.frontend.http.apis.openai.prompts import check_text
 from headrace.frontend.http.apis.pooling.embeddings import SparseValue, pairs_of
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
+    Dimensions,
     How,
     Input,
     Model,
@@ -74,9 +75,7 @@ class TeiEmbedRequest(TeiInputs):
     """POST /embed"""
 
     normalize: Annotated[bool | None, Meta(description="Scale vectors to length 1; default: true")] = None
-    dimensions: Annotated[
-        int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
-    ] = None
+    dimensions: Dimensions = None
 
 
 class TeiEmbedAllRequest(TeiInputs):
