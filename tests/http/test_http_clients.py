@@ -131,6 +131,9 @@ LATIN = json.dumps({"prompt": "naïve", "max_tokens": 1, "echo": True}, ensure_a
         (TEXT.encode("utf-16"), "application/json", "naïve €"),
         (TEXT.encode("utf-16-be"), "application/json; charset=utf-16BE", "naïve €"),
         (TEXT.encode("utf-16-le"), 'application/json; charset="UTF-16LE"', "naïve €"),
+        (TEXT.encode("utf-16-le"), "application/json", "naïve €"),
+        (TEXT.encode("utf-16-be"), "application/json; charset=utf-8", "naïve €"),
+        (TEXT.encode("utf-32"), "application/json", "naïve €"),
         (TEXT.encode(), "application/json; charset=utf-8", "naïve €"),
         (TEXT.encode(), "text/json", "naïve €"),
         (LATIN.encode("latin-1"), "application/json; charset=iso-8859-1", "naïve"),
@@ -155,6 +158,14 @@ def test_a_body_in_another_encoding_is_refused_with_what_to_send(client, content
     answer = client.post(COMPLETIONS, content=content, headers={"content-type": content_type})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_refused_by_its_coding(client):
+    for coding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        answer = client.post(COMPLETIONS, content=LATIN.encode(), headers=headers)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or f"Content-Encoding: {coding}" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_waits_for_100_continue_is_told_to_go_on(server):

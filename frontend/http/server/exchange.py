@@ -13,6 +13,7 @@ import codecs
 import collections
 import contextlib
 import functools
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -164,16 +165,16 @@ def num_containers(part: bytes) -> int:
 def as_utf8(body: bytes, charset: str) -> bytes:
     """A body in UTF-8 without a byte order mark. JSON is UTF-8, but .NET and PowerShell also send UTF-16, marks, and
     Latin-1 with its name. charset: the content type's; empty if it names none. Raises ApiError."""
-    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        charset = "utf-16"
-    elif body.startswith(codecs.BOM_UTF8):
-        body = body[len(codecs.BOM_UTF8) :]
+    found = json.detect_encoding(body)  # from a mark, or from where the zeros are
+    if found == "utf-8-sig":
+        return body[len(codecs.BOM_UTF8) :]
+    charset = charset if found == "utf-8" else found
     if charset.lower() in ("", "utf-8", "utf8", "us-ascii"):
         return body
     try:
         if codecs.lookup(charset).name not in _CHARSETS:
             raise LookupError
-        return body.decode(charset).removeprefix("\ufeff").encode()
+        return body.decode(charset).encode()
     except (LookupError, UnicodeError):
         raise ApiError(
             HTTPStatus.BAD_REQUEST,
@@ -182,7 +183,8 @@ def as_utf8(body: bytes, charset: str) -> bytes:
         ) from None
 
 
-_CHARSETS = frozenset({"utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "iso8859-1", "iso8859-15", "cp1252"})
+_UNICODE = ("utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+_CHARSETS = frozenset({*_UNICODE, "iso8859-1", "iso8859-15", "cp1252"})
 _CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
 _JSON_TYPE = re.compile(r"\s*(application/([\w!#$&^.+-]+\+)?json|text/json)\s*(;.*)?", re.IGNORECASE | re.ASCII)
 """JSON by its media type (RFC 6839, 3.1): application/json, application/*+json, and text/json of old clients."""
@@ -297,6 +299,12 @@ class Exchange:
                 HTTPStatus.BAD_REQUEST,
                 "Unsupported Media Type: the body must be JSON, sent with Content-Type: application/json",
                 code="unsupported_media_type",
+            )
+        if (coding := self.header(b"content-encoding") or "identity").strip().lower() != "identity":
+            raise ApiError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"the body is sent with Content-Encoding: {coding[:40]}, which is not read here; send it as it is",
+                code="unsupported_encoding",
             )
         named = _CHARSET.search(types[0]) if types else None
         return as_utf8(await self._read_body(), named.group(1) if named else "")
