@@ -247,6 +247,34 @@ def test_a_tools_examples_are_shown_with_its_schema():
     assert shown["function"] == {"name": "get_weather", "description": "of a city", "parameters": schema}
 
 
+def test_a_tool_that_the_client_runs_by_its_type_is_shown_with_a_schema():
+    """The types that the client's own types name, without those that Anthropic runs and the one that shows images."""
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+        {"type": "memory_20250818", "name": "memory", "cache_control": {"type": "ephemeral"}},
+    ]
+    shown = as_chat(msgspec.convert(body_of("x", tools=tools), MessagesRequest)).tools or []
+    assert [each["function"]["name"] for each in shown] == [each["name"] for each in tools]
+    for each in shown:
+        assert each["function"]["description"]
+        assert "command" in each["function"]["parameters"]["properties"]
+
+
+def test_texts_in_blocks_of_other_kinds_reach_the_model():
+    text = {"type": "text", "text": "b"}
+    blocks: Any = [
+        {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "a"}},
+        {"type": "document", "context": "C", "source": {"type": "content", "content": [text]}},
+        {"type": "search_result", "source": "https://x", "title": "R", "content": [text]},
+    ]
+    expected = ["T\na", "C\nb", "R\nhttps://x\nb"]
+    ((role, content),) = texts_of({"role": "user", "content": blocks})
+    assert (role, [each["text"] for each in content]) == ("user", expected)
+    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    assert texts_of({"role": "user", "content": [result]}) == [("tool", "\n".join(expected))]
+
+
 def test_every_field_of_the_clients_is_known():
     """A field that nobody knows is taken and does nothing: none of Anthropic's may be such a one by accident."""
     kinds: Any = [beta_params.MessageCreateParamsBase, plain_params.MessageCreateParamsBase]
@@ -266,6 +294,11 @@ def with_change(kind: str, tool: Any) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": [{"type": kind, "tool": tool}]}]}
 
 
+NESTED: list[Any] = [{"type": "text", "text": "a"}]
+for _ in range(2):
+    NESTED = [{"type": "document", "source": {"type": "content", "content": NESTED}}]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -280,7 +313,13 @@ def with_change(kind: str, tool: Any) -> dict[str, Any]:
         (with_result(2), "messages[0].content[0].content must be a text or a list of"),
         (with_result(0), "messages[0].content[0].content must be a text or a list of"),
         (with_result({}), "messages[0].content[0].content must be a text or a list of"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic runs them"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "they show images"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "type 'document' is not supported",
+        ),
+        (with_result(NESTED), "content[0].content[0].source.content[0]: content of type 'document' is not supported"),
         ({"messages": []}, "messages is empty"),
         ({"container": "c"}, "container is refused: tools are run by the client"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is refused"),

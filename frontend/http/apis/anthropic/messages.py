@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
+from headrace.frontend.http.apis.anthropic.known_tools import known_tool
 from headrace.frontend.http.apis.anthropic.tools import OfferedTools
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.requests import (
@@ -223,8 +224,6 @@ def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[s
     for index, block in enumerate(message.content or ()):
         at = f"{where}.content[{index}]"
         match block.get("type"):
-            case "text":
-                texts.append({"type": "text", "text": _field(block, "text", at)})
             case "tool_result":
                 text = _result_text(block.get("content"), f"{at}.content", offered)
                 results.append(ChatMessage(role="tool", content=text, tool_call_id=_field(block, "tool_use_id", at)))
@@ -238,8 +237,8 @@ def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[s
                 pass  # encrypted by its writer, so it cannot be read here
             case "tool_addition" | "tool_removal":
                 offered.change(block, at)
-            case kind:
-                raise bad_field(at, f"{at}: content of type {str(kind)[:80]!r} is not supported: the model reads text")
+            case _:
+                texts.append({"type": "text", "text": _text_of(block, at)})
     if not (texts or thoughts or calls):
         return results
     return [
@@ -305,15 +304,34 @@ def _omitted(block: dict[str, Any], where: str) -> str:
         raise bad_field(f"{where}.signature", f"{where}.signature is not as this server wrote it") from None
 
 
-def _texts(content: Any, where: str) -> str:
+def _texts(content: Any, where: str, *, are_inner: bool = False) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_field(where, f"{where} must be a text or a list of {{type: text, text: ...}}")
-    for index, block in enumerate(content):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise bad_field(f"{where}[{index}]", f"{where}[{index}] must be {{type: text, text: ...}}")
-    return "\n".join(_field(block, "text", f"{where}[{index}]") for index, block in enumerate(content))
+    return "\n".join(_text_of(each, f"{where}[{index}]", is_inner=are_inner) for index, each in enumerate(content))
+
+
+def _text_of(block: Any, where: str, *, is_inner: bool = False) -> str:
+    """What the model reads of a block: a text, or a document or search result of texts. Raises ApiError. is_inner: it
+    is in one of those, which do not nest."""
+    if not isinstance(block, dict):
+        raise bad_field(where, f"{where} must be {{type: text, text: ...}}")
+    match kind := block.get("type"), block.get("source"):
+        case "text", _:
+            return _field(block, "text", where)
+        case "document", {"type": "text", "data": str() as text} if not is_inner:
+            parts = [block.get("title"), block.get("context"), text]
+        case "document", {"type": "content", "content": content} if not is_inner:
+            text = _texts(content, f"{where}.source.content", are_inner=True)
+            parts = [block.get("title"), block.get("context"), text]
+        case "search_result", source if not is_inner:
+            parts = [block.get("title"), source, _texts(block.get("content"), f"{where}.content", are_inner=True)]
+        case _:
+            raise bad_field(
+                where, f"{where}: content of type {str(kind)[:80]!r} is not supported: the model reads text"
+            )
+    return "\n".join(part for part in parts if isinstance(part, str) and part)
 
 
 def _field(block: dict[str, Any], name: str, where: str) -> str:
@@ -333,15 +351,17 @@ def _defined_tool(definition: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
+    known = None
+    if tool.type not in (None, "custom") and (known := known_tool(tool.type)) is None:
         raise bad_field(
             f"{where}.type",
-            f"{where}: tools of type {tool.type[:80]!r} run on Anthropic's servers and are not supported",
+            f"{where}: tools of type {tool.type[:80]!r} are not supported: Anthropic runs them, or they show images",
         )
+    description, input_schema = known or (tool.description or "", tool.input_schema)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_field(f"{where}.allowed_callers", f"{where}.allowed_callers lacks direct: no code is run here")
-    schema = tool.input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})
-    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    schema = input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})
+    function = {"name": tool.name, "description": description, "parameters": schema}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
