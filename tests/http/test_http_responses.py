@@ -224,6 +224,25 @@ def test_items_of_an_earlier_turn_reach_the_template(client):
     ResponseItemList.model_validate(stored.model_dump(), strict=True)
 
 
+def test_a_conversation_that_another_model_began_is_read(client):
+    """With calls of tools that OpenAI's models know, which clients run, and with what OpenAI's servers did."""
+    run = {"type": "exec", "command": ["ls"], "env": {}}
+    items: Any = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "local_shell_call", "id": "l", "call_id": "1", "status": "completed", "action": run},
+        {"type": "local_shell_call_output", "id": "o", "call_id": "1", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "2", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "2", "output": [{"stdout": "b", "stderr": ""}]},
+        {"type": "apply_patch_call", "call_id": "3", "operation": {"type": "delete_file", "path": "c"}},
+        {"type": "apply_patch_call_output", "call_id": "3", "status": "completed"},
+        {"role": "user", "content": END},
+    ]
+    said = ask(client, "", input=items, max_output_tokens=400).output_text
+    assert said.startswith('[assistant:local_shell{"type": "exec", "command": ["ls"], "env": {}}][tool:a.txt]')
+    assert '[assistant:shell{"commands": ["ls"]}][tool:[{"stdout":"b","stderr":""}]]' in said
+    assert said.endswith('apply_patch{"type": "delete_file", "path": "c"}][tool:completed]')
+
+
 def test_a_call_that_a_stop_string_has_cut_is_incomplete(client):
     (call,) = ask(client, CALL[: CALL.index("rich")], tools=[WEATHER]).output
     assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Zü')
@@ -494,8 +513,8 @@ def test_a_background_response_is_cancelled(client):
     ("changes", "words", "param"),
     [
         (
-            {"input": [{"type": "web_search_call"}]},
-            "items of type 'web_search_call' are not supported",
+            {"input": [{"type": "computer_call"}]},
+            "items of type 'computer_call' are not supported",
             "input[0].type",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input[0].content[0]"),

@@ -54,6 +54,18 @@ _OUTPUTS: Mapping[str, str] = types.MappingProxyType(
     {"function_call_output": "function call output", "custom_tool_call_output": "custom tool call output"}
 )
 """Outputs of calls that the client carries out, and their names in OpenAI's messages."""
+_TRAINED_CALLS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+    {
+        "local_shell_call": ("local_shell", "action"),
+        "shell_call": ("shell", "action"),
+        "apply_patch_call": ("apply_patch", "operation"),
+    }
+)
+"""Calls of tools that OpenAI's models are trained to call and clients run: the tool, and the field with the arguments.
+A conversation that another model began has them; here they are calls of functions."""
+_TRAINED_OUTPUTS = tuple(f"{name}_output" for name in _TRAINED_CALLS)
+_HOSTED_CALLS = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call")
+"""Items that say what OpenAI's servers did for an answer, which follows. Models read the answer alone."""
 REFERENCE = "item_reference"
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -81,6 +93,8 @@ def stored_form(given: str | Sequence[Any], known: Mapping[str, Item], earlier: 
     there = {item["id"] for item in earlier}
     for index, item in enumerate(given):
         where = f"input[{index}]"
+        if item.get("type") in _HOSTED_CALLS:
+            continue
         if not _is_reference(item):
             items.append(_stored_item(item, where))
         elif (id := _text(item, "id", where)) not in known:
@@ -105,6 +119,15 @@ def _stored_item(item: Any, where: str) -> Item:
     if kind == "function_call":
         call = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
         return {"type": kind, "id": item.get("id") or new_id("fc"), **call, **_namespace(item), "status": "completed"}
+    if kind in _TRAINED_CALLS:
+        name, field = _TRAINED_CALLS[str(kind)]
+        call = {"type": "function_call", "name": name, "arguments": _as_json(item.get(field))}
+        return _stored_item({**call, "id": item.get("id"), "call_id": item.get("call_id")}, where)
+    if kind in _TRAINED_OUTPUTS:
+        said = item.get("output", item.get("status"))
+        own = {"id": item.get("id"), "call_id": item.get("call_id") or item.get("id")}
+        text = said if isinstance(said, str) else _as_json(said)
+        return _stored_item({"type": "function_call_output", **own, "output": text}, where)
     if kind == CUSTOM_CALL:
         call = {name: _text(item, name, where) for name in ("call_id", "name", "input")}
         return {"type": kind, "id": item.get("id") or new_id("ctc"), **call, **_namespace(item)}
@@ -142,6 +165,10 @@ def _stored_item(item: Any, where: str) -> Item:
         "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, mcp_call, mcp_approval_request, "
         "mcp_approval_response and item_reference",
     )
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _namespace(item: Item) -> Item:
@@ -307,7 +334,7 @@ def _said_of(error: Any) -> str:
     content = error.get("content") if isinstance(error, dict) else None
     if isinstance(content, list):
         return _joined([part for part in content if isinstance(part, dict)])
-    return error if isinstance(error, str) else msgspec.json.encode(error).decode()
+    return error if isinstance(error, str) else _as_json(error)
 
 
 def _open_message(messages: list[ChatMessage], *, is_new: bool = False) -> ChatMessage:
