@@ -199,6 +199,12 @@ def complete_message(message: Message, where: str) -> dict[str, Any]:
     repeat at each later turn. Raises InvalidRequestError for malformed calls.
     """
     complete = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    if message.get("role") == "assistant" and isinstance(parts := complete["content"], list | tuple):
+        thoughts = {index: text for index, part in enumerate(parts) if (text := _thought_of(part, where)) is not None}
+        if thoughts:
+            complete["content"] = [part for index, part in enumerate(parts) if index not in thoughts]
+            if not any(name in complete for name in _REASONING_NAMES):
+                complete[_REASONING_NAMES[0]] = "".join(thoughts.values())
     calls = complete.pop("tool_calls", None)
     if calls is not None and not isinstance(calls, list | tuple):
         raise InvalidRequestError(f"{where}.tool_calls must be a list of calls")
@@ -222,6 +228,16 @@ def _with_parsed_arguments(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _thought_of(part: Any, where: str) -> str | None:
+    """The reasoning in a content part, as clients of Mistral's and Anthropic's APIs and LangChain write it; None for
+    another part. Encrypted reasoning is empty."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("thinking", "reasoning", "redacted_thinking"):
+        return None
+    said = part.get(kind, part.get("text"))
+    return "".join(text_parts(said, where)) if isinstance(said, list | tuple) else str(said or "")
 
 
 def text_parts(parts: Sequence[Any], where: str) -> list[str]:

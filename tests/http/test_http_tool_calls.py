@@ -164,19 +164,28 @@ def test_a_server_may_hold_every_call_to_its_schema():
     assert json.loads(call["function"]["arguments"])["city"] == "x"
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_text"])
-def test_past_reasoning_and_parts_reach_the_template_by_every_name(name: str):
+def test_past_reasoning_and_parts_reach_the_template_in_every_form():
+    """By its names, and as a part of the content, as clients of Mistral and Anthropic and LangChain have it."""
     template = "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}]{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
-    turns = [
-        {"role": "assistant", name: "hm", "content": parts},
-        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
-        {"role": "user", "content": END},
+    thoughts: list[dict[str, Any]] = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "reasoning", "reasoning": "hm"},
+        {"type": "reasoning", "text": "hm"},
     ]
+    said = [{name: "hm", "content": parts} for name in ("reasoning", "reasoning_content", "reasoning_text")]
+    said += [{"content": [{"type": "redacted_thinking", "data": "x"}, each, *parts]} for each in thoughts]
     backend = ("--distributed-executor-backend", PARROT)
     with serving(*backend, "--chat-template", template) as server, server.client() as client:
-        (choice,) = ask(client, CHAT, messages=turns, max_tokens=99, stop=[END])["choices"]
-    assert choice["message"]["content"] == "[assistant:hm:a\nno][tool::sunny][user::"
+        for each in said:
+            turns = [
+                {"role": "assistant", **each},
+                {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+                {"role": "user", "content": END},
+            ]
+            (choice,) = ask(client, CHAT, messages=turns, max_tokens=99, stop=[END])["choices"]
+            assert choice["message"]["content"] == "[assistant:hm:a\nno][tool::sunny][user::", each
 
 
 def test_a_server_may_be_told_in_which_form_its_template_gets_contents():

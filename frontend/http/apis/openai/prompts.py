@@ -370,15 +370,17 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
         plain.setdefault("content", refusal)
     if isinstance(message.content, list):
         plain["content"] = [_without_hints(part) for part in message.content]
-        where = f"messages[{index}].content"
-        try:
-            text_parts(plain["content"], where)  # checked here too, so that the error names the field
-        except InvalidRequestError as error:
-            raise bad_field(where, str(error), "unsupported_parameter") from None
     try:
-        return complete_message(plain, f"messages[{index}]")
+        complete = complete_message(plain, f"messages[{index}]")
     except InvalidRequestError as error:
         raise bad_field(str(error).partition(" ")[0], str(error)) from None
+    if isinstance(complete["content"], list):
+        where = f"messages[{index}].content"
+        try:
+            text_parts(complete["content"], where)  # checked here too, so that the error names the field
+        except InvalidRequestError as error:
+            raise bad_field(where, str(error), "unsupported_parameter") from None
+    return complete
 
 
 def _without_hints(part: Any) -> Any:
