@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def server(folder: Path) -> Iterator[ServerHere]:
         lora_modules=modules,
         allow_runtime_lora_updating=True,
         lora_resolver_cache_dir=str(folder / "shelf"),
+        enable_log_requests=True,
     )
     with serving_here(options, **ENGINE) as server:
         yield server
@@ -82,6 +84,18 @@ def completed(client: httpx.Client, model: str | None = None, **fields: Any) -> 
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
+
+
+def test_the_log_names_the_adapter_of_a_request(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="headrace"):
+        for name in ("sql", None):
+            completed(client, name, request_id=f"of-{name}")
+        wait_until(lambda: "id=of-None" in caplog.text, 20, "the line")
+    told = [each.getMessage() for each in caplog.records if "id=of-" in each.getMessage()]
+    assert [re.search(r"model=(\S+) (?:adapter=(\S+) )?prompt", each).groups() for each in told] == [  # type: ignore[union-attr]
+        (MODEL, "sql"),
+        (MODEL, None),
+    ]
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:

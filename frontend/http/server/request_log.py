@@ -1,6 +1,8 @@
 """The log's line for an HTTP request: what was asked by whom, how it ended, and what it took.
 
 POST /v1/completions: done in 0.123 s, id=f00 client=127.0.0.1:40312 model=tiny prompt_tokens=3 output_tokens=16
+
+A request for an adapter has `adapter=` behind the model.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class RequestLine:
         streams = [stream for each in self._running for stream in each.streams]
         if self._running:
             told["model"] = printable(self._running[0].engine.names[0])
+            if adapters := dict.fromkeys(use.name for stream in streams for use in stream.prompt.adapters):
+                told["adapter"] = printable(",".join(adapters))
             told["prompt_tokens"] = sum(len(stream.prompt.token_ids or ()) for stream in streams)
             # The tokens themselves may have been freed with the answer.
             counts = [max(stream.metrics.num_generation_tokens, stream.num_tokens) for stream in streams]
