@@ -213,7 +213,7 @@ def read_params(path: str | None, option: str) -> list[tuple[str, dict[str, Any]
     if path is None:
         return [("", {})]
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise OptionError(f"--{option}={path}: {error}") from None
     if isinstance(content, list) and all(isinstance(each, dict) for each in content):
@@ -267,12 +267,17 @@ def run_paths(point: Combination, folder: Path, num_runs: int) -> list[Path]:
 
 
 def flags(params: dict[str, Any]) -> list[str]:
-    """Options as command-line flags: a boolean as --name or --no-name, a list as several values."""
+    """Options as command-line flags: a boolean as --name or --no-name, a list as several values, and nothing for null.
+    Of a dotted name only the option's own part is spelt as flags are: the rest are keys."""
     found: list[str] = []
     for name, value in params.items():
-        flag = "--" + name.replace("_", "-")
+        option, dot, keys = name.removeprefix("--").partition(".")
+        flag = f"--{option.replace('_', '-')}{dot}{keys}"
+        if value is None:
+            continue
         if isinstance(value, bool):
-            found.append(flag if value else "--no-" + flag.removeprefix("--"))
+            whole = f"{flag}={json.dumps(value)}" if dot else flag if value else "--no-" + flag.removeprefix("--")
+            found.append(whole)
         elif isinstance(value, list):
             found += [flag, *map(str, value)]
         else:

@@ -24,6 +24,7 @@ from headrace.frontend.bench.results.compare import (
 )
 from headrace.frontend.bench.results.metrics import percentile
 from headrace.frontend.bench.results.plot import pareto
+from headrace.frontend.bench.sweep import flags
 from headrace.frontend.cli.main import main
 
 
@@ -234,6 +235,23 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
         (tmp_path / "here" / "fast-run0.json").unlink()
         assert main([*arguments, "--resume"]) == 0
         assert len(server.bodies) == 15
+
+
+def test_parameters_of_a_sweep_are_flags_as_a_command_line_has_them() -> None:
+    params = {
+        **{"max_num_seqs": 4, "--block-size": 16, "enable_prefix_caching": False, "enforce_eager": True, "seed": None},
+        **{
+            "hf_overrides.rope_theta": 5,
+            "hf_overrides.use_cache": False,
+            "names": ["a", "b"],
+            "hf_overrides": {"a_b": 1},
+        },
+    }
+    assert flags(params) == [
+        *("--max-num-seqs", "4", "--block-size", "16", "--no-enable-prefix-caching", "--enforce-eager"),
+        *("--hf-overrides.rope_theta", "5", "--hf-overrides.use_cache=false", "--names", "a", "b"),
+        *("--hf-overrides", '{"a_b": 1}'),
+    ]
 
 
 def test_a_sweep_tells_which_command_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
