@@ -13,6 +13,7 @@ opened again.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import os
@@ -141,6 +142,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with open_file(path) as file:
             for number, line in enumerate(file, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, line
     except OSError as error:

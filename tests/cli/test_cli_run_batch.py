@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gc
 import json
 import os
@@ -77,7 +78,7 @@ def test_answers_are_the_library_s_own_in_the_api_s_shape(
     messages = [{"role": "user", "content": "hi"}]
     source = write(
         tmp_path / "in.jsonl",
-        line("chat", CHAT, messages=messages, max_completion_tokens=6, seed=3),
+        codecs.BOM_UTF8 + json.dumps(line("chat", CHAT, messages=messages, max_completion_tokens=6, seed=3)).encode(),
         b"  ",
         line("text", prompt="the quick", max_tokens=5, n=2, seed=1),
         line("ids", prompt=[[5, 6, 7], [8, 9]], max_tokens=4),
