@@ -217,6 +217,21 @@ def cached_tokenizer_from_config(model_config: Any, **kwargs: Any) -> Any:
     return get_tokenizer(model_config.model, **kwargs)
 
 
+def async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Any:
+    """A list, array or tensor of the host as a tensor of `device`, or in `out`; copied without waiting where the device
+    can. Logits processors of vLLM's authors use it."""
+    import torch
+
+    there = torch.as_tensor(data, dtype=dtype or (None if out is None else out.dtype))
+    if out is not None:
+        return out.copy_(there, non_blocking=True)
+    if device is None:
+        raise InvalidRequestError("async_tensor_h2d needs a device, or out: the tensor to copy into")
+    if torch.device(device).type == "cuda":
+        there = there.pin_memory()
+    return there.to(device, non_blocking=True)
+
+
 def hf_api() -> Any:
     """The client of Hugging Face's Hub."""
     from huggingface_hub import HfApi

@@ -150,7 +150,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "utils.argparse_utils": ("FlexibleArgumentParser",),
         "utils.network_utils": NETWORK,
         "utils.system_utils": ("set_ulimit",),
-        "utils.torch_utils": ("set_random_seed",),
+        "utils.torch_utils": ("async_tensor_h2d", "set_random_seed"),
         "v1": (),
         "v1.engine": ("FinishReason", "PauseMode"),
         "v1.engine.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
@@ -234,8 +234,9 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "resolve_hf_chat_template": "frontend.vllm.helpers:resolve_chat_template",
         "utils.Counter": "frontend.vllm.helpers:Counter",
         **{name: f"frontend.vllm.helpers:{name}" for name in (
-            *GROUPS, *NETWORK, "cached_tokenizer_from_config", "get_tokenizer", "hf_api", "init_logger",
-            "is_usage_stats_enabled", "random_uuid", "resolve_chat_template", "set_random_seed", "set_ulimit",
+            *GROUPS, *NETWORK, "async_tensor_h2d", "cached_tokenizer_from_config", "get_tokenizer", "hf_api",
+            "init_logger", "is_usage_stats_enabled", "random_uuid", "resolve_chat_template", "set_random_seed",
+            "set_ulimit",
         )},
         **{name: f"frontend.vllm.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
         **{name: f"frontend.vllm.stat_loggers:{name}" for name in (

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 
@@ -325,6 +326,17 @@ def test_the_platform_and_vllms_variables_can_be_asked(monkeypatch: pytest.Monke
         set_random_seed(7)
         drawn.append((random.random(), torch.rand(1).item()))
     assert drawn[0] == drawn[1]
+
+
+def test_a_processors_list_becomes_a_tensor_as_vllms_helper_makes_it() -> None:
+    from headrace.utils.torch_utils import async_tensor_h2d
+
+    for data in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
+        made = async_tensor_h2d(data, dtype=torch.float32, device="cpu")
+        assert (made.tolist(), made.dtype) == ([1.0, 2.0], torch.float32)
+        assert async_tensor_h2d(data, out=torch.zeros(2, dtype=torch.int32)).dtype is torch.int32
+    with pytest.raises(headrace.InvalidRequestError, match="needs a device"):
+        async_tensor_h2d([1])
 
 
 def test_a_chat_template_is_resolved_as_evaluation_harnesses_ask_for_it() -> None:
