@@ -22,7 +22,7 @@ MAY_IMPORT = MappingProxyType(
             *("headrace.executor", "headrace.kernels", "headrace.ipc"),
             *("headrace.core.options", "headrace.core.process.child", "headrace.core.process.ray_engines"),
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
-            *("numpy", "msgspec", "psutil", "tqdm", "pynvml"),
+            *("numpy", "msgspec", "psutil", "tqdm", "pynvml", "regex"),
         },
         "kernels": {"headrace.kernels", "torch", "triton", "numpy", "gguf"},
         "frontend": {

@@ -25,6 +25,7 @@ import tiny_models
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
@@ -33,6 +34,8 @@ from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
+from headrace.executor.checkpoints.sources.torch_files import TorchWeights
+from headrace.executor.models.families import _config
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
 from headrace.kernels.cpu.linear import linear
@@ -214,6 +217,22 @@ def test_an_archive_that_grows_when_it_is_read(copies: Callable[[str], Path]) ->
     (end,) = ends_of([(str(path.parent), None)])
     assert end.startswith("refused: ")
     assert "its part 'archive/data.pkl' is compressed" in end
+
+
+def test_a_torch_file_says_no_more_than_it_stores(tmp_path: Path) -> None:
+    odd: dict[str, tuple[dict[Any, Tensor], str]] = {
+        "repeats.bin": ({"w": torch.ones(1).expand(1 << 30, 1 << 9)}, "repeats the 4 bytes that are stored"),
+        "overlaps.bin": ({"w": torch.ones(9).as_strided((8, 8), (0, 1))}, "repeats the 36 bytes that are stored"),
+        "number.bin": ({5: torch.ones(1)}, "a tensor under the name 5, and a text is expected"),
+        "half.bin": ({"\ud800": torch.ones(1)}, "and a text is expected"),
+    }
+    for name, (tensors, reason) in odd.items():
+        torch.save(tensors, tmp_path / name)
+        with pytest.raises(ModelError, match=f"{name}.*{reason}"):
+            TorchWeights([tmp_path / name])
+    transposed = torch.arange(6.0).view(2, 3).T
+    torch.save({"w": transposed, "tied": transposed}, tmp_path / "sound.bin")
+    assert torch.equal(TorchWeights([tmp_path / "sound.bin"]).get("w"), transposed)
 
 
 INDEXES = [
@@ -483,3 +502,11 @@ def test_a_generation_config_that_is_no_file_is_warned_of(
         assert f"{path} is {what}, and a file is expected; the model is served without its defaults" in caplog.text
         with pytest.raises(ModelError, match=f"is {what}, and a file is expected"):
             open_checkpoint(Options(model=str(path.parent), generation_config=str(path.parent)))
+
+
+@pytest.mark.parametrize("given", [1e-300, -1e-300, 1e300])
+def test_a_number_that_is_none_in_float32_is_refused(given: float) -> None:
+    """Its square, by which a norm's eps is divided, would be 0."""
+    assert _config.number({"residual_multiplier": 1e-30}, "residual_multiplier") == 1e-30
+    with pytest.raises(ModelError, match=r"the config's residual_multiplier is .* can be computed with"):
+        _config.number({"residual_multiplier": given}, "residual_multiplier")

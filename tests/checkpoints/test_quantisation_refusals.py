@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import quantised_checkpoints as made
 import tiny_models
+import torch
+from torch import Tensor
 
 from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints import expressions
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.formats import format_of
+from headrace.executor.checkpoints.formats._scaled import scales_of_rows
+from headrace.executor.checkpoints.formats.bitsandbytes import BitsAndBytes
 from headrace.ipc.failure import ModelError
 
 
@@ -160,3 +166,72 @@ def test_each_format_names_a_config_that_it_cannot_serve(
     (tmp_path / "model.safetensors").write_bytes((gptq_folder / "model.safetensors").read_bytes())
     with pytest.raises(ModelError, match=message):
         open_checkpoint(Options(model=str(tmp_path)))
+
+
+ENDLESS = r"(\w|\.|[a-z])+$(?<!j)"
+"""It is tried in exponentially many ways on a module's name."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        made.gptq()[0] | {"dynamic": {ENDLESS: {"bits": 8}}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": [f"re:{ENDLESS}"], "weights": made.W4}},
+        },
+        made.quark("int4")[0] | {"layer_quant_config": {f"re:{ENDLESS}": made.quark("int4")[0]["global_quant_config"]}},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {ENDLESS: {"bits": 8}}},
+    ],
+    ids=lambda config: str(config["quant_method"]),
+)
+def test_an_expression_that_never_ends_is_given_up(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "MOST_S", 0.05)
+    format_ = format_of({"quantization_config": config}, None)
+    assert format_ is not None
+    with pytest.raises(ModelError, match="config: its regular expressions for modules' names take too long to match"):
+        format_.scheme("model.layers.0.self_attn.q_proj")
+
+
+def state_of(**state: Any) -> Tensor:
+    text = json.dumps({"shape": [2, 64], "blocksize": 32, **state})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def in_4_bits(state: Tensor, absmax: Tensor) -> dict[str, Tensor]:
+    codes = torch.arange(64, dtype=torch.uint8)
+    nested = {"nested_absmax": torch.ones(1), "nested_quant_map": torch.linspace(-1, 1, 256)}
+    return {
+        **{"weight": codes, "state": state, "absmax": absmax, "quant_map": torch.linspace(-1, 1, 16)},
+        **(nested if absmax.dtype == torch.uint8 else {}),
+    }
+
+
+def test_sizes_of_blocks_beyond_the_matrix_take_no_memory() -> None:
+    """A file may say any: they are compared with what it stores."""
+    read = BitsAndBytes("nf4").read
+    beyond = read("m", in_4_bits(state_of(blocksize=64 << 40), torch.ones(1)))
+    whole = read("m", in_4_bits(state_of(blocksize=64), torch.ones(2)))
+    assert torch.equal(beyond.scales, whole.scales)
+    bytes_ = torch.zeros(4, dtype=torch.uint8)
+    first, second = (
+        read("m", in_4_bits(state_of(nested_blocksize=size, nested_offset=0.5), bytes_)) for size in (1 << 50, 4)
+    )
+    assert torch.equal(first.scales, second.scales)
+    scales, size = scales_of_rows("m", (2, 64), torch.ones(1, 1), None, (1 << 50, 1 << 50))
+    assert (scales.tolist(), size) == ([[1.0], [1.0]], 64)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        state_of(nested_blocksize=4, nested_offset=10**400),
+        state_of(nested_blocksize=4, nested_offset=1e300),
+        torch.full((100_000,), ord("["), dtype=torch.uint8),
+    ],
+    ids=["an integer beyond all floats", "a number beyond float32", "no end"],
+)
+def test_a_state_that_is_no_sound_one_is_refused(state: Tensor) -> None:
+    with pytest.raises(ModelError, match="the quantised weights of m do not fit their config: the quant_state"):
+        BitsAndBytes("nf4").read("m", in_4_bits(state, torch.zeros(4, dtype=torch.uint8)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantised_checkpoints as made
@@ -89,4 +91,36 @@ def test_a_tensor_that_is_missing_or_of_another_shape_or_type_is_refused_by_name
             declared = "harmless" if is_among(HARMLESS, *row) else "refused"
             if found != declared and not is_among(AMBIGUOUS, *row):
                 wrong.append((part, change, found, f"{declared} is expected"))
+    assert not wrong
+
+
+ODD_NUMBERS = (0, -1, 1 << 31, 1 << 62, 10**400, 1e300, True, "4", None, [], {})
+
+
+def numbers_in(config: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of each number."""
+    pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in list(pairs):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield config, key
+        yield from numbers_in(value)
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_a_number_of_a_config_that_is_none_is_refused_and_takes_no_memory(case: str, tmp_path: Path) -> None:
+    made.write(tmp_path, tiny_models.build("llama", num_hidden_layers=1), *MADE[case]())
+    file, wrong = tmp_path / "config.json", []
+    whole = json.loads(file.read_text())
+    for container, key in numbers_in(whole["quantization_config"]):
+        value = container[key]
+        for odd in ODD_NUMBERS:
+            container[key] = odd
+            file.write_text(json.dumps(whole))
+            try:
+                matrix(tmp_path)
+            except ModelError:
+                pass
+            except Exception as error:
+                wrong.append((key, odd, repr(error)[:200]))
+        container[key] = value
     assert not wrong

@@ -10,7 +10,6 @@ import functools
 import importlib
 import math
 import pkgutil
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from headrace.core.options.quantization_names import RETIRED, check_name
 from headrace.core.options.values import nearest
+from headrace.executor.checkpoints.expressions import check_expression
 from headrace.executor.checkpoints.formats._keys import Keys, check_keys
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
@@ -222,14 +222,6 @@ def patterns(listed: object, field: str) -> tuple[str, ...]:
         if each.startswith("re:"):
             check_expression(each.removeprefix("re:"), each, field)
     return tuple(found)
-
-
-def check_expression(expression: str, written: str, field: str) -> None:
-    """Raises ModelError if the expression is not valid. written: how the config's field has it."""
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise ModelError(f"{field} has {written!r}, which is no regular expression: {error}") from error
 
 
 def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:

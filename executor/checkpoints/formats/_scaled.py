@@ -104,8 +104,8 @@ def scales_of_rows(
             f"scales are {list(scales.shape)}, and [{n}, {k}] in blocks of {rows} x {columns} needs {list(needed)}",
         )
         size = columns if k % columns == 0 else math.gcd(columns, k)
-        across = scales.repeat_interleave(columns // size, 1)[:, : k // size]
-        return across.repeat_interleave(rows, 0)[:n].contiguous(), size
+        across = scales.repeat_interleave(min(columns, k) // size, 1)[:, : k // size]
+        return across.repeat_interleave(min(rows, n), 0)[:n].contiguous(), size
     if group is not None and group < k:
         expect(k % group == 0, module, f"groups of {group} do not divide {k} inputs")
         expect(

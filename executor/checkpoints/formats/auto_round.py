@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.executor.checkpoints.formats import Config, Format, Stored, check_expression, number
+from headrace.executor.checkpoints.expressions import check_expression
+from headrace.executor.checkpoints.formats import Config, Format, Stored, number
 from headrace.executor.checkpoints.formats._keys import (
     ANY,
     BY_TENSORS,

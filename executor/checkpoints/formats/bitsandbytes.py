@@ -36,6 +36,7 @@ from headrace.executor.checkpoints.formats import (
 from headrace.executor.checkpoints.formats._keys import BY_TENSORS, COMMON, OF_INPUTS, OTHERS, READ, Keys, keys
 from headrace.executor.checkpoints.formats._scaled import integers_in_bytes
 from headrace.ipc.failure import ModelError
+from headrace.ipc.ranges import FLOAT32
 from headrace.kernels.grouped import GroupedWeight
 
 STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
@@ -145,7 +146,7 @@ class BitsAndBytes(Format):
         expect(k % size == 0 or size % k == 0, module, f"blocks of {size} do not divide rows of {k} weights")
         scales = self._scales(module, state, tensors)
         if size > k:  # a block spans several rows
-            scales, size = scales.repeat_interleave(size // k)[:n], k
+            scales, size = scales.repeat_interleave(min(size // k, n))[:n], k
         swapped = (flat >> 4 | (flat & 15) << 4).view(n, -1)
         table = tuple(tensors["quant_map"].float().tolist())
         expect(len(table) == 16, module, f"{len(table)} values for codes of 4 bits")
@@ -164,11 +165,12 @@ class BitsAndBytes(Format):
             size: Any = state.get("nested_blocksize")
             offset: Any = state.get("nested_offset")
             expect(isinstance(size, int) and size > 0, module, f"the quant_state's nested_blocksize is {size!r}")
-            expect(isinstance(offset, float | int), module, f"the quant_state's nested_offset is {offset!r}")
+            ok = isinstance(offset, float | int) and abs(offset) <= FLOAT32
+            expect(ok, module, f"the quant_state's nested_offset is {offset!r:.80}")
             largest, levels = (tensors[part].float().flatten() for part in NESTED)
             _expect_count(module, "nested_absmax", largest, -(-len(absmax) // size))
             _expect_count(module, "nested_quant_map", levels, 256)
-            nested = largest.repeat_interleave(size)[: len(absmax)]
+            nested = largest.repeat_interleave(min(size, len(absmax)))[: len(absmax)]
             return levels[absmax.int()] * nested + float(offset)
         return absmax.float()
 
@@ -183,7 +185,7 @@ def _state(module: str, raw: Tensor) -> dict[str, Any]:
         state = json.loads(bytes(raw.tolist()))
         numbers = [*state["shape"], state["blocksize"]]
         ok = len(numbers) == 3 and all(isinstance(each, int) and each > 0 for each in numbers)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         ok = False
     expect(ok, module, "the quant_state is no JSON with a shape [rows, columns] and a blocksize")
     return dict(state)

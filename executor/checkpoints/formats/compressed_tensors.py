@@ -18,14 +18,14 @@ not quantised, and since compressed-tensors 0.19 int-quantized if they are.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.expressions import Expressions
 from headrace.executor.checkpoints.formats import (
     BYTES,
     EXPONENTS,
@@ -130,13 +130,13 @@ class GroupScheme:
         if is_float and weights.get("symmetric") is False:
             raise ModelError(f"compressed-tensors' group {name} has floats with zero points, which are not supported")
         targets = patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
-        size = GROUPS.get(layout, weights.get("group_size"))
+        size = GROUPS.get(layout, number(weights, ("group_size",), "compressed-tensors", 0))
         return cls(
             layout=layout,
             targets=targets or ("Linear",),
             bits=bits,
             is_float=is_float,
-            group_size=size if size and size > 0 else None,
+            group_size=size if size > 0 else None,
             block=_block(weights.get("block_structure")),
             needs_zeros=has_integers and weights.get("symmetric") is False,
             is_ordered=layout == PACKED and weights.get("actorder") in ORDERED,
@@ -213,6 +213,9 @@ class CompressedTensors(Format):
         **keys(OF_CACHE, "kv_cache_scheme"),
     }
     schemes: tuple[GroupScheme, ...]
+    expressions: Expressions = field(
+        default_factory=lambda: Expressions("the compressed-tensors config"), compare=False, repr=False
+    )
 
     @classmethod
     def is_of_cache(cls, config: Config) -> bool:
@@ -241,11 +244,16 @@ class CompressedTensors(Format):
         judged by its tensors, not by `ignore`, which may have the name of the matrix that it is fused into."""
         by_class = [scheme for scheme in self.schemes if "Linear" in scheme.targets]
         for scheme in self.schemes:
-            if any(_names(target, module) for target in scheme.targets):
+            if any(self._names(target, module) for target in scheme.targets):
                 return scheme
         if not by_class:
             raise ModelError(f"no group of the compressed-tensors config has {module} as a target, and it is quantised")
         return by_class[0]
+
+    def _names(self, target: str, module: str) -> bool:
+        if target.startswith("re:"):
+            return self.expressions.matches(target.removeprefix("re:"), module)
+        return target == module
 
     def scheme(self, module: str) -> str:
         return self._scheme(module).text
@@ -384,12 +392,6 @@ def _int8_inputs(config: object) -> Mapping[str, bool] | None:
     if config.get("strategy") not in (None, "token", "tensor"):
         return None
     return {"dynamic": bool(config.get("dynamic", False)), "symmetric": bool(config.get("symmetric", True))}
-
-
-def _names(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
 
 
 FORMAT = CompressedTensors

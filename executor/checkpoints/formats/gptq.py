@@ -14,7 +14,6 @@ In the layout gptq_p, GPTQModel's planar one, 32 codes of b bits take b words. T
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.expressions import Expressions, check_expression
 from headrace.executor.checkpoints.formats import (
     FLOATS,
     WHOLE,
@@ -33,7 +33,6 @@ from headrace.executor.checkpoints.formats import (
     Parts,
     Shapes,
     Stored,
-    check_expression,
     cut_bits,
     expect,
     number,
@@ -109,6 +108,7 @@ class Gptq(Format):
     """Whether inputs are in activation order (`desc_act`) with groups, so that g_idx is required."""
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings that differ for some modules, by regular expressions of module names; the first match applies."""
+    expressions: Expressions = field(default_factory=lambda: Expressions("the GPTQ config"), compare=False, repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -126,7 +126,7 @@ class Gptq(Format):
         for pattern, differs in self.dynamic.items():
             if pattern.startswith("-:"):
                 continue
-            if re.match(pattern.removeprefix("+:"), module):
+            if self.expressions.matches(pattern.removeprefix("+:"), module):
                 bits = _checked(number(differs, ("bits",), METHOD, self.bits))
                 size = number(differs, ("group_size",), METHOD, self.group_size)
                 is_ordered = bool(differs.get("desc_act", self.is_ordered)) and size > 0

@@ -96,7 +96,9 @@ class Hqq(Format):
             raise ModelError(f"HQQ weights of {bits} bits are not supported; 1, 2, 4 and 8 bits are")
         if axis != 1:
             raise ModelError("HQQ weights in groups along the outputs (axis 0) are not supported; axis 1 is")
-        return cls(bits, number(weights, ("group_size",), "HQQ"))
+        if (size := number(weights, ("group_size",), "HQQ")) < 1:
+            raise ModelError(f"the HQQ config's group_size is {size}; a number of inputs is expected")
+        return cls(bits, size)
 
     def scheme(self, module: str) -> str:
         return f"hqq of {self.bits} bits"

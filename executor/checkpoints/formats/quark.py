@@ -12,14 +12,14 @@ fp6_*       weight uint8 [n, k * 3 / 4] of e2m3 or e3m2, codes packed without ga
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.expressions import Expressions
 from headrace.executor.checkpoints.formats import (
     BYTES,
     EXPONENTS,
@@ -156,6 +156,7 @@ class Quark(Format):
     """(pattern of module names, scheme); the first match applies."""
     outputs: tuple[int, ...]
     """For 4-bit codes: the output of each code of a word, lowest bits first."""
+    expressions: Expressions = field(default_factory=lambda: Expressions("the Quark config"), compare=False, repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -175,7 +176,7 @@ class Quark(Format):
         for pattern, scheme in self.by_pattern:
             if pattern == module or fnmatch.fnmatch(module, pattern):
                 return scheme
-            if pattern.startswith("re:") and re.match(pattern[3:], module):
+            if pattern.startswith("re:") and self.expressions.matches(pattern[3:], module):
                 return scheme
         return self.everywhere
 

@@ -25,6 +25,7 @@ from headrace.executor.checkpoints.hub import CODE_PATTERN, HubChoice, locate, r
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.own_folder import private_folder
+from headrace.ipc.process.regular_files import read_text
 from headrace.ipc.process.trusted_files import trusted_folder, warn_of, why_untrusted, why_untrusted_tree
 
 NAMING_FILES = ("config.json", "tokenizer_config.json")
@@ -92,8 +93,8 @@ def _why_untrusted(folder: Path) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """The file's JSON object; {} if it is not valid. Others that need the file report the error."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

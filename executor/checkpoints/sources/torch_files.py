@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
 from headrace.ipc.process.regular_files import require_file
 
 
@@ -31,6 +32,8 @@ class TorchWeights(TensorWeights):
         for file in files:
             loaded = _load_torch(file)
             held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+            for name, value in held.items():
+                _check_stored(file, name, value)
             if not held:
                 raise ModelError(
                     f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
@@ -68,6 +71,28 @@ def _load_torch(file: Path) -> dict[Any, Any]:
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
     return loaded
+
+
+def _check_stored(file: Path, name: object, tensor: Tensor) -> None:
+    """Raises ModelError for a tensor whose name is no text, or that repeats numbers to have more than are stored."""
+    if not isinstance(name, str) or not _is_text(name):
+        raise ModelError(f"{file} holds a tensor under the name {name!r:.80}, and a text is expected")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        return  # refused with the others that are not dense
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.itemsize > stored:
+        raise ModelError(
+            f"{file}: the weight {printable(name)} of shape {list(tensor.shape)} repeats the {stored} bytes that are "
+            "stored; a dense tensor is expected"
+        )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a pair
+        return False
+    return True
 
 
 def _require_stored(file: Path) -> None:

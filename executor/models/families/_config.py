@@ -43,6 +43,8 @@ LARGEST = 2**31 - 1
 """The largest int32, which kernels count with."""
 LARGEST_FLOAT = 3.4028234663852886e38
 """The largest float32, which kernels compute with."""
+SMALLEST_FLOAT = 1e-45
+"""Above 0, likewise."""
 MAY_BE_NEGATIVE = {"moe_layer_end_index": -1}
 """Fields of whole numbers that may be below 0, with their least values: -1 is the last layer."""
 MOST = {
@@ -74,9 +76,11 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"the config's {_spelt(config, key)} must be a number, got {_shown(config, key)}")
+    said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
     if abs(value) > LARGEST_FLOAT:
-        said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
         raise ModelError(f"{said}; at most {LARGEST_FLOAT:.4g} can be computed with")
+    if 0 < abs(value) < SMALLEST_FLOAT:
+        raise ModelError(f"{said}; 0, or at least {SMALLEST_FLOAT:g}, can be computed with")
     return float(value)
 
 
