@@ -18,9 +18,13 @@ import msgspec
 
 from headrace.ipc.ranges import FLOAT32, Longest, Range
 
+CONFIG_NAME = "adapter_config.json"
+MOST_CONFIG_BYTES = 16 << 20
+"""Of that file."""
 MOST_USED = 16
 """Most adapters of one request."""
-AdapterName = Annotated[str, Longest(4096)]
+MOST_NAME = 4096
+AdapterName = Annotated[str, Longest(MOST_NAME)]
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):

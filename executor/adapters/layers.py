@@ -170,6 +170,7 @@ class _Mapped:
                     f"{module.name} has factors of {list(a.shape)} and {list(b.shape)}, and the model has {count} "
                     f"experts of {[2 * inner, hidden]} and {[hidden, inner]}"
                 )
+            self._check_rank(module, len(a) // count)
             b = b * self.adapter.config.scaling(module.name, len(a) // count)
             if (rows, columns) == (hidden, inner):
                 parts = [(stack.downs, slice(None))]
@@ -231,6 +232,7 @@ class _Mapped:
         if module.embedding_a is not None and module.embedding_b is not None:
             a, b = module.embedding_a.float().T, module.embedding_b.float().T
             self._check_shape(module.name, (len(a), b.shape[1]), shape)
+            self._check_rank(module, len(b))
             b = b * self.adapter.config.scaling(module.name, len(b))
         rows = None
         if module.weight is not None:
@@ -400,6 +402,13 @@ class _Mapped:
         if shape is not None:
             self._check_shape(module.name, (len(b), a.shape[1]), shape)
         return a, b
+
+    def _check_rank(self, module: AdapterModule, rank: int) -> None:
+        """Of factors whose rank no pattern of the config names. Kernels have room for the largest that it says."""
+        if rank > self.adapter.rank:
+            raise self._error(
+                f"{module.name} has factors of rank {rank}, and the config says {self.adapter.rank} at most"
+            )
 
     def _rows(self, matrix: _Matrix, stored: Tensor) -> Tensor:
         """This rank's rows of a tensor that has the rows of the adapter's module."""

@@ -6,17 +6,20 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from headrace.executor.checkpoints.expressions import Expressions, check_expression
+from headrace.ipc.adapters import CONFIG_NAME, MOST_CONFIG_BYTES
 from headrace.ipc.failure import MissingAdapterError, ModelError
 from headrace.ipc.process.log import printable
 from headrace.ipc.process.regular_files import read_file
 
-CONFIG_NAME = "adapter_config.json"
-MOST_CONFIG_BYTES = 16 << 20
+MOST_INVOCATION_TOKENS = 128
+MOST = 1 << 32
+"""Of ranks and factors."""
 IDLE = frozenset(
     (
         *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),  # of names
@@ -43,6 +46,9 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights (or their beginnings) with which training starts from a changed base model."""
 
 
+_NOT_COMPUTED_WITH = ("peft_version", "expressions")
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     rank: int
@@ -54,19 +60,24 @@ class AdapterConfig:
     invocation_tokens: tuple[int, ...]
     peft_version: tuple[int, ...] = ()
     """Empty: the file does not say."""
+    expressions: Expressions = field(default_factory=lambda: Expressions("the adapter"), compare=False, repr=False)
 
     def scaling(self, module: str, rank: int) -> float:
         """By which the product with both factors is multiplied. rank: of the module's factors."""
-        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(self._pattern_of(self.alpha_pattern, module), self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(self._pattern_of(self.rank_pattern, module), self.rank)
+
+    def _pattern_of(self, patterns: Mapping[str, Any], module: str) -> str:
+        """The pattern that peft would use for a module: the first that its name ends with."""
+        return next((each for each in patterns if self.expressions.matches(_ending(each), module)), "")
 
     @property
     def canonical(self) -> bytes:
         """What the computation depends on, the same for the same content."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peft_version"}
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_COMPUTED_WITH}
         return json.dumps(values, sort_keys=True, default=dict).encode()
 
 
@@ -74,9 +85,7 @@ def read_config(folder: Path) -> AdapterConfig:
     """Raises ModelError for a file that is missing or malformed, and for what is not implemented."""
     path = folder / CONFIG_NAME
     try:
-        if path.stat().st_size > MOST_CONFIG_BYTES:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes, and at most {MOST_CONFIG_BYTES} are read")
-        content = json.loads(read_file(path))
+        content = json.loads(read_file(path, MOST_CONFIG_BYTES))
     except OSError as error:
         kind = MissingAdapterError if isinstance(error, FileNotFoundError) else ModelError
         raise kind(f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}") from error
@@ -99,7 +108,7 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
     init = rest.pop("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
         raise ModelError(
-            f"{path}: init_lora_weights={init!r} is for a base model whose weights were changed",
+            f"{path}: init_lora_weights={init!r:.80} is for a base model whose weights were changed",
             hint="peft's save_pretrained(path_initial_model_for_weight_conversion=...) makes it one of the original's",
         )
     rank = _number(path, "r", rest.pop("r", 8), whole=True)
@@ -111,6 +120,11 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
     tokens = rest.pop("alora_invocation_tokens", None) or []
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 31 for each in tokens):
         raise ModelError(f"{path}: alora_invocation_tokens is a list of token ids, not {printable(repr(tokens))[:80]}")
+    if len(tokens) > MOST_INVOCATION_TOKENS:
+        raise ModelError(
+            f"{path}: alora_invocation_tokens has {len(tokens)} tokens, and at most {MOST_INVOCATION_TOKENS} are "
+            "looked for in every prompt"
+        )
     if rest:
         raise ModelError(f"{path}: unknown keys {printable(', '.join(sorted(map(str, rest))))[:200]}")
     return AdapterConfig(
@@ -122,13 +136,21 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
         alpha_pattern=alphas,
         invocation_tokens=tuple(tokens),
         peft_version=() if version is None else tuple(int(each) for each in version[0].split(".")),
+        expressions=Expressions(f"the adapter {path.parent}"),
     )
+
+
+def _ending(pattern: str) -> str:
+    """How peft uses a pattern: for names that end with it."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _number(path: Path, key: str, value: object, *, whole: bool = False) -> float:
     kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        raise ModelError(f"{path}: {key} is {printable(repr(value))[:80]}; a positive number is expected")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= MOST:
+        raise ModelError(
+            f"{path}: {key} is {printable(repr(value))[:80]}; a positive number of at most {MOST} is expected"
+        )
     return value
 
 
@@ -143,14 +165,6 @@ def _patterns(path: Path, key: str, value: object, *, whole: bool = False) -> di
         raise ModelError(f"{path}: {key} is {printable(repr(value))[:80]}; an object of patterns is expected")
     found = {}
     for pattern, number in (value or {}).items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ModelError(f"{path}: {key} has the pattern {printable(pattern)!r:.80}: {error}") from error
+        check_expression(_ending(pattern), pattern, f"{path}: {key}")
         found[pattern] = _number(path, f"{key}[{pattern!r:.80}]", number, whole=whole)
     return found
-
-
-def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
-    """The pattern that peft would use for a module: the first that its name ends with."""
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), "")

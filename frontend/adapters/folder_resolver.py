@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.adapters.resolver import LoRAResolver
-
-CONFIG = "adapter_config.json"
+from headrace.ipc.adapters import CONFIG_NAME, MOST_CONFIG_BYTES
+from headrace.ipc.process.regular_files import read_file
 
 
 class FilesystemResolver(LoRAResolver):
@@ -33,8 +33,8 @@ def is_below(name: str) -> bool:
 def adapter_at(path: Path, base_model_name: str, lora_name: str) -> LoRARequest | None:
     """The adapter in a folder; None if there is none, or one of another kind or for another model."""
     try:
-        config = json.loads((path / CONFIG).read_bytes())
-    except (OSError, ValueError):
+        config = json.loads(read_file(path / CONFIG_NAME, MOST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         return None

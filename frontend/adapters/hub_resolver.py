@@ -7,12 +7,14 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.frontend.adapters.folder_resolver import CONFIG, adapter_at, is_below
+from headrace.frontend.adapters.folder_resolver import adapter_at, is_below
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.adapters.resolver import LoRAResolver
+from headrace.ipc.adapters import CONFIG_NAME
+from headrace.ipc.failure import let_interrupts_pass
 
 logger = logging.getLogger(__name__)
-_FILES = ("adapter_config.json", "adapter_model.*")
+_FILES = (CONFIG_NAME, "adapter_model.*")
 
 
 class HfHubResolver(LoRAResolver):
@@ -32,10 +34,11 @@ class HfHubResolver(LoRAResolver):
 
         prefix = f"{folder}/" if folder else ""
         try:
-            if not hub.file_exists(repo, prefix + CONFIG):
+            if not hub.file_exists(repo, prefix + CONFIG_NAME):
                 return None
             at = hub.snapshot_download(repo, allow_patterns=[prefix + name for name in _FILES])
-        except Exception as error:  # of the network, of the hub, or for a repository that needs a key
+        except BaseException as error:  # of the network, of the hub, for a repository that needs a key, a panic
+            let_interrupts_pass(error)
             logger.warning("the LoRA adapter %s was not fetched: %s: %s", lora_name, type(error).__name__, error)
             return None
         return adapter_at(Path(at, folder), base_model_name, lora_name)

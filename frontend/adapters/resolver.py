@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from headrace.frontend.adapters.lora_request import LoRARequest
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugin, lora_resolver_entries
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,11 @@ def installed_resolvers() -> Mapping[str, LoRAResolver]:
     found: dict[str, LoRAResolver] = {}
     for entry in lora_resolver_entries():
         loaded = load_plugin(entry)
-        made = loaded() if isinstance(loaded, type) else loaded
+        try:
+            made = loaded() if isinstance(loaded, type) else loaded
+        except BaseException as error:
+            let_interrupts_pass(error)
+            raise OptionError(f"the plugin {entry.name} ({entry.value}) cannot be made: {error!r}") from error
         if not callable(getattr(made, "resolve_lora", None)):
             raise OptionError(
                 f"the plugin {entry.name} ({entry.value}) is a {type(made).__name__} without resolve_lora; a "

@@ -17,7 +17,7 @@ _KINDS = {
 
 
 class NoFileError(OSError):
-    """The path is something else than a file; the message says what."""
+    """The path is something else than a file, or a file that is too large; the message says what."""
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
@@ -43,9 +43,12 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     return open(path, "rb")
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The content of `open_file`."""
+def read_file(path: str | os.PathLike[str], most_bytes: int | None = None) -> bytes:
+    """The content of `open_file`. Raises NoFileError for more than most_bytes, before any is read."""
     with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise NoFileError(f"{os.fspath(path)} has {size} bytes, and at most {most_bytes} are read")
         return file.read()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.adapters.slots import AdapterSlots
+from headrace.executor.checkpoints import expressions
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
@@ -56,15 +57,41 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "qalora": ({"use_qalora": True}, "use_qalora is not supported"),
     "replicated layers": ({"layer_replication": [[0, 1]]}, "layer_replication is not supported"),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4' is for a base model whose weights"),
-    "no rank": ({"r": 0}, "r is 0; a positive number is expected"),
-    "a rank of text": ({"r": "4"}, "r is '4'; a positive number is expected"),
+    "no rank": ({"r": 0}, "r is 0; a positive number of at most"),
+    "a rank of text": ({"r": "4"}, "r is '4'; a positive number of at most"),
     "a high rank": ({"r": 16}, "has r 16, and max_lora_rank is 8"),
     "a high rank of one module": ({"rank_pattern": {"q_proj": 9}}, "has rank_pattern 9, and max_lora_rank is 8"),
     "another rank than said": ({"r": 2}, "factors of rank 4, and the config says 2"),
-    "no pattern": ({"alpha_pattern": {"q_proj(": 9}}, "alpha_pattern has the pattern 'q_proj('"),
+    "no pattern": ({"alpha_pattern": {"q_proj(": 9}}, "alpha_pattern has 'q_proj(', which is no regular expression"),
+    "a pattern that nests": ({"rank_pattern": {"(" * 5000: 4}}, "which is no regular expression: maximum recursion"),
+    "a pattern that ends in a comment": ({"rank_pattern": {"(?x) #": 4}}, "#', which is no regular expression"),
+    "a factor beyond all floats": ({"lora_alpha": 10**400}, "a positive number of at most"),
+    "a factor beyond float32": ({"lora_alpha": 1e300}, "a positive number of at most"),
     "no tokens": ({"alora_invocation_tokens": [-1]}, "alora_invocation_tokens is a list of token ids"),
+    "many tokens": ({"alora_invocation_tokens": [5] * 129}, "129 tokens, and at most 128 are looked for"),
     "dora without magnitudes": ({"use_dora": True}, "has no magnitude, and use_dora is True"),
 }
+
+
+ENDLESS = (r"(\w|\.|[a-z])+$(?<!j)", r"(?:(\w|[a-z]|\.)+)+\d$")
+"""Expressions that are tried in exponentially many ways on a module's name."""
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_an_expression_that_never_ends_is_given_up(
+    key: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "MOST_S", 0.05)
+    path = write(tmp_path / "adapter", {key: {pattern: 4, "q_proj": 4}})
+    with pytest.raises(ModelError, match=f"{path}: its regular expressions for modules' names take too long"):
+        slots().load(0, path)
+
+
+def test_expressions_name_modules_as_for_peft(tmp_path: Path) -> None:
+    """The first that a name ends with, as a whole part of it."""
+    for pattern in ("q_proj", r"layers\.\d+\.self_attn\..*", "model.layers.0.self_attn.q_proj", "^model.*_proj"):
+        assert slots().load(0, write(tmp_path / "adapter", {"r": 2, "rank_pattern": {"proj": 3, pattern: 4}})).rank == 4
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -90,6 +117,13 @@ FACTORS: dict[str, tuple[Tensors, str]] = {
     "another model": (
         {f"{QUERY}.lora_A.weight": torch.ones(4, 32), f"{QUERY}.lora_B.weight": torch.ones(16, 4)},
         "of a matrix of [16, 32], and the model's has [16, 16]: it is of another model",
+    ),
+    "an embedding of a higher rank": (
+        {
+            "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(9, 32),
+            "base_model.model.model.embed_tokens.lora_embedding_B": torch.ones(16, 9),
+        },
+        "model.embed_tokens has factors of rank 9, and the config says 4 at most",
     ),
     "half a pair": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16)}, "has one of its two factors only"),
     "factors that do not fit": (

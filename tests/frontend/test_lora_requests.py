@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,12 @@ def test_the_folders_resolver_finds_what_fits_the_model(tmp_path: Path) -> None:
     (adapter_in(shelf / "broken") / "adapter_config.json").write_text("{")
     assert resolved(resolver, "sql") == str(shelf / "sql")
     assert resolved(resolver, "team/chat") == str(shelf / "team" / "chat")
-    for name in ("other", "prompts", "broken", "missing"):
+    (adapter_in(shelf / "deep") / "adapter_config.json").write_text("[" * 100_000)
+    (file := adapter_in(shelf / "pipe") / "adapter_config.json").unlink()
+    os.mkfifo(file)
+    with (adapter_in(shelf / "large") / "adapter_config.json").open("r+b") as large:
+        large.truncate(1 << 40)
+    for name in ("other", "prompts", "broken", "missing", "deep", "pipe", "large"):
         assert resolved(resolver, name) is None
     assert resolved(resolver, "other", "org/other") == str(shelf / "other")
 

@@ -282,6 +282,14 @@ def test_scales_that_are_posted_apply_to_requests_without_the_field(client: http
     assert client.post("/lora-adapters", json=[]).status_code == 200
     assert completed(client) == base
     assert error_of(client.post("/lora-adapters", json=[{"id": 99, "scale": 1}]), 400)
+    for scale in (1e300, -1e39):
+        body = [{"id": 0, "scale": scale}]
+        assert "body[0].scale" in error_of(client.post("/lora-adapters", json=body), 400)["message"]
+        assert (
+            "lora[0].scale"
+            in error_of(client.post("/v1/completions", json={"prompt": "a", "lora": body}), 400)["message"]
+        )
+    assert completed(client) == base
 
 
 def test_an_unknown_model_is_looked_for(client: httpx.Client) -> None:
@@ -293,6 +301,7 @@ def test_an_unknown_model_is_looked_for(client: httpx.Client) -> None:
     for _ in range(2):
         error = error_of(client.post("/v1/completions", json={"model": "broken", "prompt": "a"}), 400)
         assert error["message"].startswith("LoRA adapter 'broken' was found but could not be loaded: ")
+        assert "/" not in error["message"].partition(": ")[2]
 
 
 def test_a_resolver_of_ones_own_is_asked_too(
@@ -305,14 +314,18 @@ def test_a_resolver_of_ones_own_is_asked_too(
             asked.append((base_model_name, lora_name))
             if lora_name == "fails":
                 raise InvalidRequestError("the shelf fell down")
+            if lora_name == "exits":
+                raise SystemExit(3)
             return LoRARequest(lora_name, 1, f"{folder}/sql") if lora_name == "mine" else None
 
     monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {"mine": Mine()})
     assert completed(client, "mine") == completed(client, "sql"), "the same content"
     assert completed(client, "mine") == completed(client, "sql")
+    assert error_of(client.post("/v1/completions", json={"model": "a/" * 5000 + "a", "prompt": "a"}), 404)
     assert asked == [(MODEL, "mine")], "it was asked once"
     error = error_of(client.post("/v1/completions", json={"model": "fails", "prompt": "a"}), 400)
     assert "the shelf fell down" in error["message"]
+    error_of(client.post("/v1/completions", json={"model": "exits", "prompt": "a"}), 400)
     assert client.post(UNLOAD, json={"lora_name": "mine"}).status_code == 200
 
 
@@ -357,6 +370,20 @@ def test_an_installed_resolver_without_its_method_is_named(install: Callable[[st
     install("class Shelf: ...", "shelf = shelf:Shelf")
     with pytest.raises(OptionError, match=r"shelf \(shelf:Shelf\) is a Shelf without resolve_lora"):
         installed_resolvers()
+
+
+def test_an_installed_resolver_that_cannot_be_made_is_named(install: Callable[[str, str], None]) -> None:
+    install("class Shelf:\n    def __init__(self):\n        raise SystemExit(3)", "shelf = shelf:Shelf")
+    with pytest.raises(OptionError, match=r"shelf \(shelf:Shelf\) cannot be made: SystemExit\(3\)"):
+        installed_resolvers()
+
+
+@pytest.mark.parametrize("field", ["lora_name", "lora_path"])
+def test_a_text_that_is_too_long_is_the_callers_fault(client: httpx.Client, folder: Path, field: str) -> None:
+    body = {"lora_name": "long", "lora_path": f"{folder}/sql", field: "x" * 5000}
+    error = error_of(client.post(LOAD, json=body), 400)
+    assert field in error["message"]
+    assert len(error["message"]) < 1000
 
 
 def test_batch_files_name_adapters_too(server: ServerHere) -> None:

@@ -345,6 +345,20 @@ def test_experts_of_earlier_pefts_have_the_same_answer(config: dict[str, Any], t
             slots.load(2, _as_before_0_19_1(path, tmp_path / "mixed", ["down"]))
 
 
+def test_factors_of_experts_have_no_higher_rank_than_the_config_says(tmp_path: Path) -> None:
+    """Kernels have room for max_lora_rank, which the config was held to."""
+    path = PeftModels(reference("qwen3_moe"), tmp_path).make(
+        "one", r=4, target_modules=["o_proj"], target_parameters=EXPERTS
+    )
+    tensors = load_file(path / "adapter_model.safetensors")
+    for key in [each for each in tensors if ".experts." in each]:
+        tensors[key] = torch.cat([tensors[key]] * 8, dim=0 if "lora_A" in key else 1)
+    save_file(tensors, path / "adapter_model.safetensors")
+    _, slots = make("qwen3_moe", "program")
+    with pytest.raises(ModelError, match="has factors of rank 32, and the config says 4 at most"):
+        slots.load(0, str(path))
+
+
 def test_square_experts_alone_are_refused_if_their_order_is_not_known(tmp_path: Path) -> None:
     model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
     source = DictSource(state_of(model))

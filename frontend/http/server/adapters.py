@@ -3,6 +3,7 @@ has loaded is found."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -21,9 +22,10 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.process.engines import adapter_named
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError, bad_field, without_own_names
-from headrace.ipc.adapters import AdapterUse
+from headrace.ipc.adapters import MOST_NAME, AdapterUse
 from headrace.ipc.control import LoadAdapter
-from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
+from headrace.ipc.ranges import FLOAT32
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,6 +59,8 @@ def scales_of(adapters: FleetAdapters, scaled: Sequence[AdapterScale], param: st
         if not 0 <= each.id < len(infos):
             there = f"0 to {len(infos) - 1}" if infos else "none, as there are no adapters"
             raise bad_field(param, f"{param}[{index}].id is {each.id}; the ids are {there} (GET /lora-adapters)")
+        if abs(each.scale) > FLOAT32:
+            raise bad_field(param, f"{param}[{index}].scale is {each.scale:g}; at most {FLOAT32:g} is computed")
     return {infos[each.id].name: each.scale for each in scaled}
 
 
@@ -103,7 +107,7 @@ class AdapterFinder:
         """Returns once the model that was not known is served. Raises the error itself if there is none, and ApiError
         (400) if there is one that cannot be loaded."""
         adapters = self._pool.adapters
-        if not error.model or not adapters.enabled():
+        if not error.model or len(error.model) > MOST_NAME or not adapters.enabled():
             raise error
         base, _, name = error.model.rpartition(":")
         if base not in self._pool.names:
@@ -135,8 +139,11 @@ class AdapterFinder:
                     base_model_name=found.base_model_name or "",
                 )
                 await self._pool.adapters.load(command)
-            except Exception as error:  # a resolver may be anybody's
-                cause = str(error).partition("\n")[0]
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # a resolver may be anybody's
+                let_interrupts_pass(error)
+                cause = str(error).partition("\n")[0] or type(error).__name__
                 logger.warning("the LoRA adapter %s of the resolver %s: %s", name, title, cause)
             else:
                 logger.info("the LoRA adapter %s was found by the resolver %s", name, title)

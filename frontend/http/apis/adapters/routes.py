@@ -22,6 +22,7 @@ from headrace.frontend.http.server.errors import ApiError, bad_field, without_ow
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.route_spec import UNAVAILABLE, RouteSpec, get, post
 from headrace.frontend.http.server.state import ServerState
+from headrace.ipc.adapters import MOST_NAME
 from headrace.ipc.control import LoadAdapter
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 
@@ -114,6 +115,9 @@ async def _load(state: ServerState, exchange: Exchange, command: LoadAdapter) ->
     adapters, name = state.pool.adapters, command.name
     if not name or not command.path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
+    for field, text in (("lora_name", name), ("lora_path", command.path)):
+        if len(text) > MOST_NAME:
+            raise _invalid(f"'{field}' has {len(text)} characters, and at most {MOST_NAME} are taken.")
     if name in state.pool.names:
         raise _invalid(f"The lora adapter '{name:.200}' has the name of the model itself: choose another.")
     _check_enabled(state)
