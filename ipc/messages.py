@@ -453,7 +453,7 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens: str
     """Of which of a prompt's tokens a vector is made, under vLLM's names of pooling types where it has one."""
     width: int
-    """Number of values in a whole vector; of a classifier, of labels."""
+    """Number of values in a whole vector of the first kind; of a classifier, of labels."""
     dimensions: tuple[int, ...] | None = None
     """To how many first values a vector may be cut: these numbers, or any if there are none. None: it may not be cut
     (the model was not trained for it: matryoshka)."""
@@ -483,6 +483,15 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """`Pool.steps_end_at` if a request does not say."""
     returned_token_ids: tuple[int, ...] = ()
     """`Pool.columns` if a request does not say."""
+    widths: tuple[int, ...] = ()
+    """As `width`, of each of `kinds`; none: all are the same."""
+
+    def width_of(self, kind: str) -> int:
+        return dict(zip(self.kinds, self.widths, strict=False)).get(kind, self.width)
+
+    @property
+    def largest_width(self) -> int:
+        return max(self.width, *self.widths) if self.widths else self.width
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -142,11 +142,12 @@ class Admission:
             return self.refusal(f"num_keys is given, and {self._model} attends to earlier tokens alone")
         if (task.columns or task.steps_end_at is not None) and task.kinds != ("token_classify",):
             return self.refusal(f"steps_end_at and columns are of token_classify, not of {asked}")
-        if task.columns and max(task.columns) >= self._pooling.width:
-            return self.refusal(f"columns has {max(task.columns)}, and vectors have {self._pooling.width} values")
+        width = self._pooling.width_of(task.kinds[0])
+        if task.columns and max(task.columns) >= width:
+            return self.refusal(f"columns has {max(task.columns)}, and vectors have {width} values")
         if (others := task.compared_with) is not None:
-            if others.dtype != "float32" or len(others.shape) != 2 or others.shape[1] != self._pooling.width:
-                return self.refusal(f"compared_with must be float32 [n, {self._pooling.width}], not {others!r}")
+            if others.dtype != "float32" or len(others.shape) != 2 or others.shape[1] != width:
+                return self.refusal(f"compared_with must be float32 [n, {width}], not {others!r}")
             if not np.isfinite(others.numpy()).all():
                 return self.refusal("compared_with has values that are not finite")
         if task.second_text is not None and not self._pooling.has_token_types:

@@ -21,7 +21,7 @@ import logging
 import string
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from headrace.executor.models.heads import COLBERT, HeadActivation, HeadLayer, HeadLinear, HeadNorm
 from headrace.ipc.failure import ModelError
@@ -29,6 +29,7 @@ from headrace.ipc.messages import LateInteraction
 from headrace.ipc.process.regular_files import is_there, read_text
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MODULES = "modules.json"
 SETTINGS = tuple(
@@ -70,6 +71,8 @@ SPLADE_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
 """Of SpladePooling's config, which all logits pass before log(1 + x): one of `FUNCTIONS` (executor/pooling/head.py)."""
 LEAST_LENGTH = 3
 """Tokens of a text: its first one, a marker and its last one."""
+MOST = (1 << 31) - 1
+"""Of sizes and lengths in these files."""
 COLBERT_METADATA = "artifact.metadata"
 PUNCTUATION = tuple(string.punctuation)
 
@@ -132,8 +135,9 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
     return SentenceFolder(
         tokens=_tokens(pooling, file),
         normalizes="Normalize" in by_kind,
-        width=pooling.get("word_embedding_dimension", pooling.get("embedding_dimension")),
-        max_tokens=settings.get("max_seq_length"),
+        width=_given(pooling, "word_embedding_dimension", int, file)
+        or _given(pooling, "embedding_dimension", int, file),
+        max_tokens=_max_tokens(settings, by_kind["Transformer"]),
         lower_case=bool(settings.get("do_lower_case", False)),
         layers=tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm")),
         prompts=prompts,
@@ -150,8 +154,12 @@ def _settings(folder: Path, transformer: Path) -> tuple[dict[str, Any], dict[str
     return own if isinstance(own, dict) else {}, *_general(_general_file(folder), folder)
 
 
+def _general_path(folder: Path) -> Path:
+    return folder / "config_sentence_transformers.json"
+
+
 def _general_file(folder: Path) -> dict[str, Any]:
-    found = _read(folder / "config_sentence_transformers.json")
+    found = _read(_general_path(folder))
     return found if isinstance(found, dict) else {}
 
 
@@ -160,7 +168,7 @@ def _of_one_file(
 ) -> tuple[HeadLayer, ...] | None:
     """A linear layer of a model's width whose tensors are in a file of their own; None if there is no such file."""
     file, config = folder / f"{name}.pt", _read(folder / "config.json")
-    if not is_there(file) or not isinstance(config, dict) or not isinstance(config.get("hidden_size"), int):
+    if not is_there(file) or not isinstance(config, dict) or not _is_size(config.get("hidden_size")):
         return None
     width = config["hidden_size"]
     return (HeadLinear("", rows or width, width, True, activation, str(file)),)
@@ -172,7 +180,8 @@ def _splade(folder: Path, by_kind: Mapping[str, Path]) -> SentenceFolder:
     pooling = _read(file)
     if not isinstance(pooling, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
-    strategy, activation = pooling.get("pooling_strategy", "max"), pooling.get("activation_function", "relu")
+    strategy = _given(pooling, "pooling_strategy", str, file) or "max"
+    activation = _given(pooling, "activation_function", str, file) or "relu"
     if strategy != "max":
         raise ModelError(f"{file} has the pooling_strategy {strategy!r:.100}, which is not computed here; known: max")
     if activation not in SPLADE_ACTIVATIONS:
@@ -183,7 +192,7 @@ def _splade(folder: Path, by_kind: Mapping[str, Path]) -> SentenceFolder:
         tokens="MAX",
         normalizes=True,
         width=None,
-        max_tokens=settings.get("max_seq_length"),
+        max_tokens=_max_tokens(settings, by_kind["MLMTransformer"]),
         lower_case=bool(settings.get("do_lower_case", False)),
         layers=(),
         prompts=prompts,
@@ -225,7 +234,7 @@ def _late_interaction(folder: Path, found: list[_Module]) -> SentenceFolder | No
 def _original_layer(folder: Path, config: Any) -> HeadLayer:
     metadata = _read(folder / COLBERT_METADATA)
     width = metadata.get("dim", 128) if isinstance(metadata, dict) else 128
-    if not isinstance(width, int) or width < 1 or not isinstance(config.get("hidden_size"), int):
+    if not _is_size(width) or not _is_size(config.get("hidden_size")):
         raise ModelError(f"{folder / COLBERT_METADATA} has dim {width!r:.100}, which is no width of vectors")
     return HeadLinear("linear", width, config["hidden_size"], bias=False)
 
@@ -240,12 +249,12 @@ def _written(folder: Path, *, is_original: bool) -> LateInteraction:
     def setting(name: str, own: str, default: Any, kind: type) -> Any:
         value = given.get(name) if given.get(name) is not None else original.get(own)
         value = default if value is None else value
-        is_right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if not is_right or (isinstance(value, int) and kind is int and value < LEAST_LENGTH):
+        is_right = _is_size(value) and value >= LEAST_LENGTH if kind is int else isinstance(value, kind)
+        if not is_right:
             raise ModelError(f"the settings of {folder.name} have {name} {value!r:.100}, which is no {kind.__name__}")
         return value
 
-    words = given.get("skiplist_words")
+    words = _given(given, "skiplist_words", list, _general_path(folder))
     skipped = PUNCTUATION if words is None else tuple(map(str, words))
     return LateInteraction(
         query_prefix=setting("query_prefix", "query_token_id", prefixes[0], str),
@@ -286,10 +295,10 @@ def _layer(module: _Module) -> HeadLayer:
         raise ModelError(f"{file} is missing or no JSON object: it says the layer's sizes")
     names = ("in_features", "out_features") if module.kind == "Dense" else ("dimension",)
     sizes = [config.get(name) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not all(map(_is_size, sizes)):
         raise ModelError(f"{file} says no {' or '.join(names)}, whole numbers above 0")
     if module.kind == "LayerNorm":
-        return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))  # type: ignore[arg-type]
+        return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))
     named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = ACTIVATIONS.get(str(named).rpartition(".")[2])
     if activation is None or not str(named).startswith("torch.nn."):
@@ -299,18 +308,18 @@ def _layer(module: _Module) -> HeadLayer:
     if config.get("use_residual"):
         raise ModelError(f"{file} adds the layer's input to its output (use_residual), which is not computed here")
     bias = bool(config.get("bias", True))
-    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))  # type: ignore[arg-type]
+    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))
 
 
 def _general(given: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None, str]:
     """Prompts by name, the name of the default one, and how vectors are compared."""
-    file = folder / "config_sentence_transformers.json"
-    prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
+    file = _general_path(folder)
+    prompts, default = given.get("prompts") or {}, _given(given, "default_prompt_name", str, file)
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
         raise ModelError(f"{file} has prompts that are no texts by name")
     if default is not None and default not in prompts:
         raise ModelError(f"{file} has the default_prompt_name {default!r:.100}; its prompts are {', '.join(prompts)}")
-    similarity = given.get("similarity_fn_name") or SIMILARITIES[0]
+    similarity = _given(given, "similarity_fn_name", str, file) or SIMILARITIES[0]
     if similarity not in SIMILARITIES:
         raise ModelError(f"{file} compares vectors by {similarity!r:.100}; known: {', '.join(SIMILARITIES)}")
     return {str(name): text for name, text in prompts.items()}, default, similarity
@@ -343,5 +352,22 @@ def _read(file: Path) -> Any:
         return None
     try:
         return json.loads(read_text(file))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _max_tokens(settings: Mapping[str, Any], folder: Path) -> int | None:
+    return _given(settings, "max_seq_length", int, folder)
+
+
+def _given(given: Mapping[str, Any], key: str, kind: type[T], where: Path) -> T | None:
+    """A file's value of a key, None where it has none; a whole number is a size. where: for messages."""
+    value = given.get(key)
+    if value is None or (_is_size(value) if kind is int else isinstance(value, kind)):
+        return value
+    wanted = f"a whole number from 1 to {MOST}" if kind is int else f"a {kind.__name__}"
+    raise ModelError(f"{where} has the {key} {value!r:.100}; {wanted} is expected")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST

@@ -323,7 +323,7 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     if (pooling := plan.model.pooling) is not None:
         vectors = seqs * (1 + 2 * ("embed_sparse" in pooling.kinds))
         vectors += tokens if any(kind.startswith("token_") for kind in pooling.kinds) else 0
-        result_bytes += seqs * len(pooling.kinds) * 3 * 4 + vectors * 4 * pooling.width
+        result_bytes += seqs * len(pooling.kinds) * 3 * 4 + vectors * 4 * pooling.largest_width
     slots = steps_in_flight + 1
     return RingLayout.holding(step_bytes, slots, num_workers), RingLayout.holding(result_bytes, slots, 1)
 

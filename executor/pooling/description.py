@@ -9,7 +9,7 @@ runner=pooling, or by rule: a folder of sentence-transformers, a model without a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
+from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm
 from headrace.executor.pooling.output import PooledOutput
 from headrace.executor.pooling.pooler import TOKEN_POOLINGS
 from headrace.executor.pooling.yes_no import classifier_of, yes_no_of
@@ -165,6 +166,12 @@ def _embedding(
     if (folder is not None and folder.splade) or _names_splade(checkpoint):
         return _over_vocabulary(checkpoint, config, folder, spec)
     width = spec.embedding_width
+    late = None if folder is None else folder.late_interaction
+    if late is not None and late.fills_queries and (late.query_length or 0) > spec.max_positions:
+        raise ModelError(
+            f"the folder's settings fill queries up to {late.query_length} tokens, and the model takes at most "
+            f"{spec.max_positions}"
+        )
     if folder is not None and folder.width not in (None, width):
         raise ModelError(
             f"the folder's Pooling module makes vectors of {folder.width} values, and the model of {width}"
@@ -192,8 +199,8 @@ def _embedding(
         activate = folder is None or folder.normalizes
     outputs = _outputs(tokens, folder, checkpoint, pools=pools)
     kinds = (config.task,) if config.task else tuple(outputs)
-    for layer in next(iter(outputs.values())).layers:
-        width = getattr(layer, "rows", width)
+    widths = {kind: _width_behind(output.layers, width) for kind, output in outputs.items()}
+    width = widths[kinds[0]]
     dimensions = _dimensions(checkpoint)
     if config.dimensions is not None:
         _check_dimensions(config.dimensions, width, dimensions)
@@ -210,7 +217,8 @@ def _embedding(
         prompts={} if folder is None else folder.prompts,
         default_prompt=None if folder is None else folder.default_prompt,
         similarity="cosine" if folder is None else folder.similarity,
-        late_interaction=None if folder is None else folder.late_interaction,
+        late_interaction=late,
+        widths=tuple(widths[kind] for kind in kinds),
     )
     return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
 
@@ -224,18 +232,33 @@ def _outputs(
     if not pools:
         return outputs
     of_tokens = layers if folder is None or folder.of_tokens is None else folder.of_tokens
-    first = checkpoint.config.get("bos_token_id")
     is_m3 = folder is not None and folder.of_tokens is not None
-    skipped = (first,) if is_m3 and isinstance(first, int) else ()
+    skipped = _tokens_of(checkpoint, "bos_token_id") if is_m3 else ()
     outputs["token_embed"] = PooledOutput("ALL", of_tokens, skipped=skipped)
     if folder is not None and folder.weights_of_tokens:
-        names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-        given = (checkpoint.config.get(name) for name in names)
-        special = tuple(each for each in given if isinstance(each, int))
+        special = _tokens_of(checkpoint, "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
         weights = folder.weights_of_tokens
         outputs["embed_sparse"] = PooledOutput("ALL", weights, IDENTITY, is_sparse=True, skipped=special)
         outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, skipped=special)
     return outputs
+
+
+def _tokens_of(checkpoint: Checkpoint, *names: str) -> tuple[int, ...]:
+    """Those of the config's values that are token ids."""
+    given = (checkpoint.config.get(name) for name in names)
+    return tuple(each for each in given if isinstance(each, int) and 0 <= each < 1 << 31)
+
+
+def _width_behind(layers: Sequence[HeadLayer], width: int) -> int:
+    """The number of values behind the layers. Raises ModelError for one that takes another number than comes in."""
+    for layer in layers:
+        if isinstance(layer, HeadLinear | HeadNorm):
+            taken = layer.columns if isinstance(layer, HeadLinear) else layer.size
+            if taken != width:
+                raise ModelError(f"the layer in {layer.folder} takes {taken} values, and {width} come in")
+        if isinstance(layer, HeadLinear):
+            width = layer.rows
+    return width
 
 
 def _names_splade(checkpoint: Checkpoint) -> bool:
@@ -279,8 +302,9 @@ def _over_vocabulary(
 
 def _dimensions(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     """The model's own statement, under vLLM's names (they may be given as hf_overrides)."""
-    listed = checkpoint.config.get("matryoshka_dimensions")
-    if listed:
+    if listed := checkpoint.config.get("matryoshka_dimensions"):
+        if not isinstance(listed, list) or not all(type(each) is int and each > 0 for each in listed):
+            raise ModelError(f"the config's matryoshka_dimensions are {listed!r:.100}; a list of sizes is expected")
         return tuple(listed)
     return () if checkpoint.config.get("is_matryoshka") else None
 

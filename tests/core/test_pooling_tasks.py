@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
-from headrace.ipc.messages import Abort, FinishReason, StepOutputs
+from headrace.ipc.messages import Abort, FinishReason, Pooling, StepOutputs
 
 WIDTH = 6
 
@@ -181,3 +181,29 @@ def test_seeds_of_requests_that_generate_do_not_depend_on_those_that_pool() -> N
         seeds.append([each.seed for message in client.outputs() for each in message.admitted if each.slot == 9])
     assert seeds[0] == seeds[1]
     assert np.isfinite(seeds[0][0])
+
+
+OF_TOKENS = Pooling(
+    kinds=("embed", "token_embed", "token_classify"), tokens="last", width=WIDTH, widths=(WIDTH, WIDTH + 2, 1)
+)
+"""Vectors of tokens have other widths than those of texts."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"kinds": ("token_classify",), "columns": (WIDTH - 1,)}, "columns has 5, and vectors have 1 values"),
+        (
+            {"kinds": ("token_embed",), "compared_with": Tensor.from_numpy(np.ones((2, WIDTH), np.float32))},
+            f"compared_with must be float32 [n, {WIDTH + 2}]",
+        ),
+    ],
+)
+def test_what_is_asked_of_a_kind_is_held_to_its_own_width(asked: dict[str, Any], words: str) -> None:
+    core = core_of(pooling=OF_TOKENS)
+    client = core.open()
+    client.pool(0, [5, 6, 7], **asked)
+    core.run_until_idle()
+    (finish,) = client.finishes()
+    assert finish.failure is not None
+    assert words in finish.failure.message

@@ -235,6 +235,25 @@ def test_a_folder_is_embedded_as_its_files_say_without_options(tmp_path: Path, n
             assert (torch.tensor(output.outputs.embedding) - wanted_one).norm() < 1e-5 * wanted_one.norm() * 10
 
 
+def test_a_layer_takes_what_comes_in(tmp_path: Path) -> None:
+    """Its own weights have the sizes that its config says; the model's vectors have others."""
+    save_shape(tmp_path, SHAPES["LaBSE"])
+    wide = {"in_features": 4096, "out_features": 8, "bias": False}
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(wide))
+    save_file({"linear.weight": torch.ones(8, 4096)}, tmp_path / "2_Dense" / "model.safetensors")
+    with pytest.raises(ModelError, match=f"the layer in {tmp_path}/2_Dense takes 4096 values, and 32 come in"):
+        LLM(str(tmp_path), in_process=True, **ENGINE)
+
+
+@pytest.mark.parametrize("sizes", ["abc", 5, [8, "16"], [0], [True]])
+def test_sizes_that_are_none_are_named(tmp_path: Path, sizes: object) -> None:
+    save_shape(tmp_path, SHAPES["e5-small-v2"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": sizes}))
+    with pytest.raises(ModelError, match="the config's matryoshka_dimensions are"):
+        LLM(str(tmp_path), in_process=True, **ENGINE)
+
+
 @pytest.mark.parametrize(
     ("kinds", "said"),
     [

@@ -184,6 +184,7 @@ def test_a_token_whose_window_has_nothing_that_is_seen_gets_numbers(tmp_path: Pa
     [
         ({"query_length": "x"}, "query_length 'x', which is no int"),
         ({"do_query_expansion": "yes"}, "do_query_expansion 'yes', which is no bool"),
+        ({"query_length": 1 << 30}, "fill queries up to 1073741824 tokens, and the model takes at most"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_named(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
@@ -317,6 +318,12 @@ def test_bge_m3_has_three_outputs_of_one_call(tmp_path: Path) -> None:
             assert all(torch.equal(a.outputs.data, b.outputs.data[kind]) for a, b in zip(each, outputs, strict=True))
         with pytest.raises(InvalidRequestError, match="embed&nonsense"):
             llm.encode(DOCUMENTS, pooling_task="embed&nonsense", use_tqdm=False)
+        params = PoolingParams(returned_token_ids=[0, 1])
+        with pytest.raises(InvalidRequestError, match="returned_token_ids has 1; each token has 1 values, 0 to 0"):
+            llm.encode(DOCUMENTS[:1], params, pooling_task="token_classify", use_tqdm=False)
+        params = PoolingParams(returned_token_ids=[0])
+        (weighed,) = llm.encode(DOCUMENTS[:1], params, pooling_task="token_classify", use_tqdm=False)
+        assert weighed.outputs.data.shape[1] == 1
     with serving_here(folder=tmp_path, dtype="float32") as server, server.client() as client:
         (item,) = client.post("/pooling", json={"input": DOCUMENTS[0], "task": task}).json()["data"]
         assert list(item["data"]) == task.split("&")

@@ -102,11 +102,17 @@ class SteppedCore:
     """A loop over a null executor that checks plans. The test runs its turns; clients are in the same thread."""
 
     def __init__(
-        self, model: NullModel | None = None, executor_class: type[NullExecutor] = NullExecutor, **changes: Any
+        self,
+        model: NullModel | None = None,
+        executor_class: type[NullExecutor] = NullExecutor,
+        pooling: Pooling | None = None,
+        **changes: Any,
     ) -> None:
+        """pooling: what the model is said to pool, if it is more than one vector of a text."""
         model = model or NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
         plan, facts = make_plan(**changes)
-        pooling = Pooling(kinds=("embed",), tokens="last", width=model.vector_width) if model.vector_width else None
+        if model.vector_width and pooling is None:
+            pooling = Pooling(kinds=("embed",), tokens="last", width=model.vector_width)
         description = msgspec.structs.replace(
             plan.model, num_rank_drafts=model.num_drafts, generates=model.generates, pooling=pooling
         )

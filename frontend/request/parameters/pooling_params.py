@@ -154,11 +154,10 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
                 )
             return None, ()
         columns = pooling.returned_token_ids if self.returned_token_ids is None else tuple(self.returned_token_ids)
-        outside = next((each for each in columns if each >= pooling.width), None)
-        if outside is not None:
+        width = pooling.width_of("token_classify")
+        if (outside := next((each for each in columns if each >= width), None)) is not None:
             raise InvalidRequestError(
-                f"PoolingParams.returned_token_ids has {outside}; each token has {pooling.width} values, 0 to "
-                f"{pooling.width - 1}"
+                f"PoolingParams.returned_token_ids has {outside}; each token has {width} values, 0 to {width - 1}"
             )
         return pooling.step_tag_id if self.step_tag_id is None else self.step_tag_id, columns
 
