@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from headrace.ipc.codec import DTYPES, Tensor
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugin, row_input_entries
 from headrace.ipc.ranges import INT32, Longest, Range
 
@@ -163,7 +163,8 @@ def input_kinds() -> Mapping[str, InputKind]:
             )
         try:
             made = kind()
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             raise OptionError(f"the row input {entry.name}, {entry.value}, cannot be made: {error!r}") from error
         if found.setdefault(made.name, made) is not made:
             raise OptionError(f"two kinds of row inputs are called {made.name}; uninstall one's package")
@@ -189,7 +190,8 @@ def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[st
         end = each.end
         try:
             problem = _problem_of_kind(each, input_kinds()[each.kind], width, dtype)
-        except Exception as error:  # of another package's kind: this request's alone
+        except BaseException as error:  # of another package's kind: this request's alone
+            let_interrupts_pass(error)
             problem = f"its kind failed: {error!r:.200}"
         if problem:
             return f"{where}, {each.kind}: {problem}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -210,6 +211,20 @@ def test_an_installed_kind_is_taken_and_named_like_ours() -> None:
     said = {finish.slot: finish.failure.message for finish in client.finishes() if finish.failure is not None}
     assert "prompt_embeds, which this engine does not read; it reads: soft" in said[2]
     assert "soft: a vector of 64 is needed" in said[3]
+
+
+@pytest.mark.usefixtures("soft")
+def test_a_kind_that_exits_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(input_kinds()["soft"]), "problem", lambda *_: sys.exit(3))
+    core = SteppedCore()
+    client = core.open()
+    client.add(0, [0] * 12 + [6], inputs=(soft_input(0, 12),), max_tokens=2)
+    client.add(1, [5, 6], max_tokens=2)
+    core.run_until_idle()
+    failed, done = sorted(client.finishes(), key=lambda finish: finish.slot)
+    assert failed.failure is not None
+    assert "its kind failed: SystemExit(3)" in failed.failure.message
+    assert done.reason is FinishReason.LENGTH
 
 
 @pytest.mark.usefixtures("soft")
