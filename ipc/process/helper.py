@@ -29,7 +29,7 @@ import msgspec
 
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
-from headrace.ipc.process.program import python_command, starting_folder
+from headrace.ipc.process.program import own_environment, python_command, starting_folder
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd, wait_readable
 
@@ -139,7 +139,7 @@ class Helper:
                 stderr=subprocess.DEVNULL,  # what matters is in the answer, and nothing may hold the parent's pipes
                 # Else each thread of a library reserves 128 MiB of address space, which counts towards the limit. And a
                 # process that forks should have no other threads.
-                env={**os.environ, "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1", **self._environment},
+                env={**own_environment(), "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1", **self._environment},
             )
         channels = [channel for channel, _ in pairs]
         if self._beginning is not None:

@@ -15,6 +15,9 @@ import stat
 import sys
 from collections.abc import Sequence
 
+SEARCHED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+"""Variables that list folders in which modules, programs, libraries and headers are looked for. An empty entry, as
+`PYTHONPATH=$PYTHONPATH:/mine` leaves it where the variable was not set, means the current folder."""
 FOR_PROGRAMS: dict[str, str] = {}
 """Environment variables for the programs that this process starts, beside its own, which is its user's."""
 USER_PATH = "HEADRACE_USER_PATH"
@@ -62,7 +65,16 @@ def child_environment(**changed: str) -> dict[str, str]:
     passed_on = os.environ.get(USER_PATH)
     if passed_on is None:
         passed_on = json.dumps(_folders(sys.path))
-    return {**os.environ, **FOR_PROGRAMS, USER_PATH: passed_on, **changed}
+    return {**own_environment(), **FOR_PROGRAMS, USER_PATH: passed_on, **changed}
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, for a program of ours, without the empty entries of SEARCHED."""
+    environment = dict(os.environ)
+    for name in SEARCHED:
+        if path := environment.get(name):
+            environment[name] = os.pathsep.join(filter(None, path.split(os.pathsep)))
+    return environment
 
 
 def follow_user_path() -> list[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -316,9 +319,42 @@ def test_prometheus_and_grafana_find_what_compose_mounts(tmp_path: Path) -> None
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
+DOCKERFILE = DEPLOY.parents[1] / "docker" / "Dockerfile"
+
+
 def image_targets() -> set[str]:
-    text = (DEPLOY.parents[1] / "docker" / "Dockerfile").read_text()
-    return set(re.findall(r"^FROM base AS (\w+)$", text, re.MULTILINE))
+    return set(re.findall(r"^FROM base AS (\w+)$", DOCKERFILE.read_text(), re.MULTILINE))
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_images_health_is_asked_of_the_server_itself(tmp_path: Path) -> None:
+    """Of no proxy, and by Python's own modules: the folder of the container is its cache, where others' files are."""
+    (command,) = map(json.loads, re.findall(r"^ +CMD (\[.*\])$", DOCKERFILE.read_text(), re.MULTILINE))
+    for name in ("urllib", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:1", "PYTHONPATH": str(tmp_path), "no_proxy": ""}
+
+    def status(port: int) -> int:
+        asked = [sys.executable, *(word.replace(":8000/", f":{port}/") for word in command[1:])]
+        return subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
+
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert status(server.server_port) == 0
+        finally:
+            server.shutdown()
+            thread.join()
+    assert status(server.server_port) == 1
 
 
 def test_manifests_name_images_that_we_build() -> None:

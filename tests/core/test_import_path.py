@@ -9,11 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from http_server import Server, serving
 from tiny_models import save
 
+from headrace.ipc.process import program
+
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")
-STRANGERS = ("random", "secrets", "torch", "numpy", "msgspec", "zmq", "llguidance", "uvloop", "headrace", "pip")
-"""Modules that our programs import."""
+STRANGERS = (
+    *("random", "secrets", "torch", "numpy", "msgspec", "zmq", "llguidance", "uvloop", "headrace", "pip", "json"),
+    *("jinja2", "tokenizers", "uvicorn", "starlette", "httptools", "psutil", "yaml", "sitecustomize", "usercustomize"),
+)
+"""Modules that our programs import, and those that Python does by itself."""
 NULL_LLM = """
 import sys
 from headrace import LLM, SamplingParams
@@ -62,6 +68,24 @@ def test_a_script_of_another_folder_imports_nothing_from_the_current_one(strange
     assert ran(strangers) == []
 
 
+def test_an_empty_entry_of_a_path_is_not_the_current_folder(strangers: Path, tmp_path: Path) -> None:
+    """`PYTHONPATH=$PYTHONPATH:/mine` leaves one where the variable was not set."""
+    script = tmp_path / "script.py"
+    added = "os.environ['PYTHONPATH'] = ':' + os.environ['PYTHONPATH'] + ':'"
+    script.write_text(f"import os\n{added}\n{NULL_LLM}")
+    done = run(sys.executable, str(script), NULL[1], cwd=strangers, PYTHONPATH=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("2 tokens\n", 0), done.stderr
+    assert ran(strangers) == []
+
+
+@pytest.mark.parametrize("name", program.SEARCHED)
+def test_programs_are_given_paths_without_empty_entries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, ":/usr/bin::/bin:")
+    assert program.child_environment()[name] == program.own_environment()[name] == "/usr/bin:/bin"
+    monkeypatch.delenv(name)
+    assert name not in program.own_environment()
+
+
 def test_commands_import_nothing_from_the_current_folder(strangers: Path) -> None:
     null = ("null", *NULL)
     for command in (
@@ -72,6 +96,19 @@ def test_commands_import_nothing_from_the_current_folder(strangers: Path) -> Non
         done = run(*command, cwd=strangers, **environment)
         assert done.returncode == 0, done.stderr
         assert ran(strangers) == [], command
+
+
+@pytest.mark.system
+def test_no_process_of_a_server_imports_from_the_current_folder(
+    strangers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP processes, engines, their coordinator, and the helper that renders templates."""
+    monkeypatch.chdir(strangers)
+    monkeypatch.setattr(Server, "program", (installed("headrace"),))
+    with serving("-dp", "2", "--api-server-count", "2") as server, server.client() as client:
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert ran(strangers) == []
 
 
 def test_the_command_runs_beside_a_folder_with_the_packages_name(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ HERE = Path(__file__).parent
 class Server:
     """`headrace serve` as a program. Its log is kept in `log`."""
 
+    program: Sequence[str] = (sys.executable, "-m", "headrace")
+
     def __init__(self, *arguments: str, null_model: dict[str, Any] | None = None, attached: bool = False) -> None:
         """null_model: fields of NullModel. attached: starts no engine; the arguments must include --engine."""
         engine = [] if attached else null_engine_arguments(**(null_model or {}))
@@ -43,7 +45,7 @@ class Server:
         # The parent binds the port for its HTTP children, so port 0 works with any number of processes.
         where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace", "serve", *engine, *where, *arguments],
+            [*self.program, "serve", *engine, *where, *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
