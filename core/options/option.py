@@ -26,6 +26,16 @@ class Secret(msgspec.Struct, frozen=True):
         yield HIDDEN
 
 
+def secret_text(text: str) -> str:
+    """A secret as it is meant, without the line break that files and volumes end in, and without a byte order mark."""
+    return text.strip().strip("\ufeff").strip()
+
+
+def secret_bytes(text: str) -> bytes:
+    """A secret as it is compared and sent: in UTF-8, and bytes of an environment that are none as they are."""
+    return text.encode("utf-8", "surrogateescape")
+
+
 class Option(msgspec.Struct, frozen=True):
     """The declaration of an option, except for its name, type and default."""
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from headrace import __version__
 from headrace.core.options.engine_options import Options
+from headrace.core.options.option import secret_bytes, secret_text
 from headrace.executor.placement.worker_messages import WORKER_SCHEMA_HASH
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 from headrace.ipc.process.own_secret import own_secret
@@ -80,7 +81,7 @@ class Proofs:
     """The proofs and the session's keys that follow from the cluster's key and both Hellos, as they were sent."""
 
     def __init__(self, key: str, core: bytes, node: bytes) -> None:
-        self._key, self._facts = key.encode(), core + node
+        self._key, self._facts = secret_bytes(key), core + node
 
     def of(self, role: bytes) -> bytes:
         return self._mac(b"proof of the " + role)
@@ -119,12 +120,12 @@ def prove_to_core(sock: socket.socket, options: Options, key: str, deadline: Dea
 
 
 def cluster_key(options: Options) -> str:
-    """The cluster's key: HEADRACE_CLUSTER_KEY, without the line break that a secret from a file ends in.
+    """The cluster's key: HEADRACE_CLUSTER_KEY, as it is meant (`secret_text`).
 
     Nodes of one host, on its loopback interface, do without: they find a key in this user's runtime directory, so that
     no other user of the host passes for one of them. Raises OptionError where other hosts need a key and there is none.
     """
-    if key := os.environ.get(KEY_VARIABLE, "").strip("\r\n"):
+    if key := secret_text(os.environ.get(KEY_VARIABLE, "")):
         return key
     if is_loopback(options.master_addr):
         return own_secret("cluster-key")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from headrace.core.options.option import secret_text
 from headrace.core.options.parsing import struct_from_arguments
 from headrace.frontend.bench.options import (
     SHAPING,
@@ -150,7 +151,7 @@ def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
 def target_of(options: TargetOptions) -> Target:
     """The server's address and headers, with an API key from the environment. Raises OptionError."""
     headers = records.parse_pairs(options.header, "header")
-    key = (os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY") or "").strip()
+    key = secret_text(os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY") or "")
     if key and "authorization" not in {name.lower() for name in headers}:
         headers["Authorization"] = f"Bearer {key}"
     return Target(

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.options.option import secret_bytes, secret_text
 from headrace.frontend.cli.conversation import SETTABLE
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
@@ -82,8 +83,10 @@ class RemoteLLM:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"--url={url}: it must look like http://127.0.0.1:8000")
         self._parts, self._root = parts, parts.path.rstrip("/").removesuffix("/v1")
-        key = (api_key or os.environ.get("HEADRACE_API_KEY") or "").strip()
-        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        key = secret_text(api_key or os.environ.get("HEADRACE_API_KEY") or "")
+        self._headers: dict[str, str | bytes] = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = b"Bearer " + secret_bytes(key)
         models = self._ask("GET", "/v1/models")["data"]
         try:
             self.engine = msgspec.convert(models[0], ModelInfo)

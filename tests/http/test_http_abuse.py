@@ -25,11 +25,13 @@ from http_server import Server, ask, connection, read_all, serving, wait_until
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Secret
-from headrace.executor.placement.cluster_proof import cluster_key
+from headrace.executor.checkpoints.hub import HubChoice
+from headrace.executor.placement.cluster_proof import Proofs, cluster_key
 from headrace.frontend.http.apis.openai.prompts import tokenize_texts
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.process.keys import read_keys
+from headrace.frontend.http.process.keys import read_admin_keys, read_keys
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.access import Keys
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.server.exchange import MOST_CONTAINERS, LargeBodies, check_shape
@@ -371,7 +373,13 @@ def test_a_secret_that_ends_in_a_line_break_is_the_secret(tmp_path: Path, monkey
     assert read_keys(ServeOptions()) == ["secret"]
     monkeypatch.setenv("HEADRACE_CLUSTER_KEY", "secret\r\n")
     assert cluster_key(Options()) == "secret"
-    assert read_keys(ServeOptions(api_key=(Secret("mine\r\n"),))) == ["mine"]
+    for text in ("mine\r\n", "\ufeffmine\r\n", " \ufeff mine"):
+        monkeypatch.setenv("HEADRACE_API_KEY", text)
+        monkeypatch.setenv("HEADRACE_ADMIN_API_KEY", text)
+        monkeypatch.setenv("HEADRACE_CLUSTER_KEY", text)
+        assert read_keys(ServeOptions()) == read_admin_keys(ServeOptions()) == [cluster_key(Options())] == ["mine"]
+        assert read_keys(ServeOptions(api_key=(Secret(text),))) == ["mine"]
+        assert HubChoice.of(Options(hf_token=Secret(text))).token == Secret("mine")
     file = tmp_path / "keys"
     file.write_bytes("\ufefffirst\r\nsecond\r\n".encode())
     assert read_keys(ServeOptions(api_key_file=str(file))) == ["first", "second"]
@@ -379,6 +387,16 @@ def test_a_secret_that_ends_in_a_line_break_is_the_secret(tmp_path: Path, monkey
     before = read_engine_file(keys)
     keys.write_bytes("\ufeff".encode() + keys.read_bytes())
     assert read_engine_file(keys) == before
+
+
+def test_a_secret_of_bytes_that_are_no_text_is_these_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a variable of a system whose texts are in Latin-1 has it."""
+    monkeypatch.setenv("HEADRACE_API_KEY", "schl\udcfcssel")
+    keys = Keys(read_keys(ServeOptions()))
+    assert keys.find(b"schl\xfcssel") is not None
+    assert keys.find("schlüssel".encode()) is None
+    monkeypatch.setenv("HEADRACE_CLUSTER_KEY", "schl\udcfcssel")
+    assert Proofs(cluster_key(Options()), b"core", b"node")
 
 
 @pytest.mark.parametrize("name", ["HEADRACE_API_KEY", "VLLM_API_KEY"])

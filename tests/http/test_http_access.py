@@ -124,7 +124,18 @@ def test_an_admin_key_alone_leaves_other_routes_open(admins_only: ServerHere) ->
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
-@pytest.mark.parametrize("name", ["x-forwarded-for", "forwarded", "via", "x-real-ip", "x-forwarded-host"])
+OF_PROXIES = (
+    "x-forwarded-for",
+    "forwarded",
+    "via",
+    "x-real-ip",
+    "x-forwarded-host",
+    "x-forwarded-port",
+    "x-original-host",
+)
+
+
+@pytest.mark.parametrize("name", OF_PROXIES)
 def test_without_keys_what_a_proxy_passes_on_changes_nothing(open_server: ServerHere, name: str) -> None:
     with open_server.client() as client:
         assert client.get("/is_paused").json() == {"is_paused": False}
@@ -168,7 +179,14 @@ def test_who_is_on_this_machine(peer: Any, family: int, expected: bool) -> None:
         authority = None
 
     assert is_local([], Arrived()) is expected  # type: ignore[arg-type]
-    assert is_local([(b"x-forwarded-for", b"127.0.0.1")], Arrived()) is False  # type: ignore[arg-type]
+    for name in (
+        b"x-forwarded-for",
+        b"x-forwarded-server",
+        b"x-forwarded-prefix",
+        b"cf-connecting-ip",
+        b"true-client-ip",
+    ):
+        assert is_local([(name, b"127.0.0.1")], Arrived()) is False  # type: ignore[arg-type]
 
 
 def test_admin_keys_come_from_options_a_file_and_the_environment(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.model_path import is_path, nearest_path
-from headrace.core.options.option import Secret
+from headrace.core.options.option import Secret, secret_text
 from headrace.executor.checkpoints.hub.hugging_face import HuggingFace
 from headrace.executor.checkpoints.hub.model_scope import ModelScope, is_asked_for
 from headrace.executor.checkpoints.hub.sources import HubLibrary, first_line
@@ -54,7 +54,7 @@ class HubChoice:
     @classmethod
     def of(cls, options: Options) -> HubChoice:
         """The choice for the model itself. Raises OptionError for an invalid token."""
-        token = options.hf_token and Secret(options.hf_token.value.strip())
+        token = options.hf_token and Secret(secret_text(options.hf_token.value))
         if token is not None and not (token.value.isascii() and token.value.isprintable() and token.value.strip()):
             raise OptionError("hf_token is no token: it must be printable ASCII characters, and some")
         return cls(

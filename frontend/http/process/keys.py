@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from headrace.core.options.option import Secret
+from headrace.core.options.option import Secret, secret_text
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.regular_files import read_text
@@ -26,8 +26,8 @@ def read_admin_keys(options: ServeOptions) -> list[str]:
 
 
 def _read(name: str, given: Sequence[Secret], file: str | None, variables: Sequence[str]) -> list[str]:
-    """Without the line breaks that secrets from files and volumes end in."""
-    keys = [key.value.strip() for key in given]
+    """As they are meant: `secret_text`."""
+    keys = [secret_text(key.value) for key in given]
     if file is not None:
         try:
             lines = read_text(file, "utf-8-sig").splitlines()
@@ -39,7 +39,7 @@ def _read(name: str, given: Sequence[Secret], file: str | None, variables: Seque
         keys += in_file
     named = [variable for variable in variables if variable in os.environ]
     if not keys and named:
-        keys = [os.environ[named[0]].strip()]
+        keys = [secret_text(os.environ[named[0]])]
         if not keys[0]:
             raise OptionError(f"{named[0]} is set and empty: unset it for a server without a key, or put one in it")
     if not all(keys):

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.core.options.option import secret_bytes
 from headrace.frontend.http.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Keys:
     """The keys that a server knows, by their hashes. An admin key is good for every route."""
 
     def __init__(self, clients: Sequence[str] = (), admins: Sequence[str] = ()) -> None:
-        self._known = {_digest(key.encode()): False for key in clients} | {
-            _digest(key.encode()): True for key in admins
+        self._known = {_digest(secret_bytes(key)): False for key in clients} | {
+            _digest(secret_bytes(key)): True for key in admins
         }
         self.guards_clients, self.guards_admins = bool(clients), bool(admins)
 
@@ -173,15 +174,22 @@ def _key_of(exchange: Exchange) -> bytes | None:
 
 # --- callers on this machine -----------------------------------------------------------------------------------------
 
-_OF_PROXIES = frozenset(
-    {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
+_OF_PROXIES = (
+    b"forwarded",
+    b"via",
+    b"x-forwarded-",
+    b"x-real-ip",
+    b"x-original-",
+    b"cf-connecting-ip",
+    b"true-client-ip",
 )
+"""Beginnings of the names of headers that only proxies send."""
 
 
 def is_local(headers: Headers, arrival: Arrival) -> bool:
     """Whether the caller is on this machine: connected by loopback or a Unix socket, and no proxy. A proxy's headers
     are believed where they say that there is one, and never for where a request comes from."""
-    if any(name in _OF_PROXIES for name, _ in headers):
+    if any(name.startswith(_OF_PROXIES) for name, _ in headers):
         return False
     if _family(arrival) == socket.AF_UNIX:
         return True
