@@ -46,6 +46,9 @@ from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import GetStats
 
 SUPPORT = Path(__file__).parent.parent / "tests" / "support"
+sys.path.append(str(SUPPORT))
+from patience import within  # noqa: E402
+
 RUNTIME, MODEL_FOLDER = "HEADRACE_RUNTIME_DIR", "HEADRACE_TEST_MODEL_FOLDER"
 DAEMON, ENGINE_SOCKETS = "headrace.core.process.daemon", "engine-*.sock"
 MOST_ENGINES = 4
@@ -53,6 +56,7 @@ STEP_S = 0.025
 ANSWERS_WITHIN_S = 30.0
 """On a busy machine; a dead engine refuses at once."""
 STARTS_WITHIN_S, STREAM_TAKES_S, SCALING_TAKES_S, ENDS_WITHIN_S = 120.0, 240.0, 240.0, 60.0
+"""On a quiet machine: an engine starts for minutes where forty processes want each core."""
 BETWEEN_KILLS_S, BETWEEN_SCALINGS_S, DRAINS_S = (0.5, 4.0), (0.0, 3.0), (0.2, 4.0)
 LET_BE, TWICE, FOLDER_AWAY, ALL_AT_ONCE = 0.35, 0.15, 0.1, 0.05
 """Shares of scalings without a kill meanwhile, of two at once, of those whose engines cannot start; of kills of all."""
@@ -97,7 +101,7 @@ class Service:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1", **added}
             )
-        end_s = time.monotonic() + STARTS_WITHIN_S
+        end_s = time.monotonic() + within(STARTS_WITHIN_S)
         while (found := re.search(r"ready: (\S+)/v1 for clients", self.log)) is None:
             assert self.process.returncode is None, self.log
             assert time.monotonic() < end_s, f"it did not start: {self.log}"
@@ -150,7 +154,7 @@ class Service:
         else:
             self.process.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(ENDS_WITHIN_S):
+                async with asyncio.timeout(within(ENDS_WITHIN_S)):
                     status = await self.process.wait()
                 wrong += [f"its exit status is {status}"] if status else []
             except TimeoutError:
@@ -242,7 +246,9 @@ class Chaos:
     # --- scalings -------------------------------------------------------------------------------------------------
 
     async def scale_engines(self) -> None:
-        async with httpx.AsyncClient(base_url=self._service.url, timeout=SCALING_TAKES_S, verify=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self._service.url, timeout=within(SCALING_TAKES_S), verify=False
+        ) as client:
             while self._goes_on:
                 await asyncio.sleep(self._numbers.uniform(*BETWEEN_SCALINGS_S))
                 await self._one_round(client)
@@ -340,7 +346,7 @@ class Streams:
             gap_s, last_s = max(gap_s, time.monotonic() - last_s), time.monotonic()
 
         try:
-            async with asyncio.timeout(STREAM_TAKES_S):
+            async with asyncio.timeout(within(STREAM_TAKES_S)):
                 answers = await completion(self._client, seed, beat)
         except (openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
             await self._failed(seed, error, began_s, has_begun=last_s != began_s)
@@ -369,7 +375,9 @@ class Streams:
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     service = Service(folder, arguments)
     await service.start()
-    client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=STREAM_TAKES_S)
+    client = openai.AsyncOpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=within(STREAM_TAKES_S)
+    )
     until_s = time.monotonic() + 60.0 * arguments.minutes
     chaos = Chaos(service, random.Random(arguments.seed), until_s)
     streams = Streams(chaos, service, client)
