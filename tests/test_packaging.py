@@ -186,6 +186,7 @@ def wrong_lines() -> set[int]:
     return {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
 
 
+@pytest.mark.system
 def test_mypy_resolves_the_modules_of_a_moved_program_and_checks_its_calls(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path / "cache")]

@@ -85,6 +85,7 @@ def test_a_start_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None
     assert "/no/such/model" in printed
 
 
+@pytest.mark.system
 def test_overhead_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = bench(tmp_path, "overhead", "--running", "4", "--num-steps", "100", "--num-idle-streams", "20")
     figures = record["results"]

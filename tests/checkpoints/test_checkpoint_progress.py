@@ -92,6 +92,7 @@ def test_log_lines_of_a_child_stand_above_the_bar(monkeypatch: pytest.MonkeyPatc
     assert log.tail[-1] == "worker 1: line 90"
 
 
+@pytest.mark.system
 def test_one_rank_shows_what_it_reads_and_the_bar_ends_full(tmp_path: Path) -> None:
     model = tiny_models.save("llama_biases", tmp_path / "model")
     options = {"model": str(model), "tensor_parallel_size": 2, "use_tqdm_on_load": True, "skip_tokenizer_init": True}

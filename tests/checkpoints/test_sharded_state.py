@@ -124,6 +124,7 @@ def test_what_is_no_sharded_state_is_said(model: Path, tmp_path: Path) -> None:
         sharded(model, tmp_path / "sharded", tensor_parallel_size=5)
 
 
+@pytest.mark.system
 def test_the_command_writes_and_complains(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "sharded"
     assert main(["save-sharded-state", str(model), "-tp", "2", "-o", str(output)]) == 0

@@ -202,6 +202,7 @@ def test_a_wrong_time_for_silent_peers_ends_the_start_with_its_cause(monkeypatch
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.system
 def test_a_checkpoints_own_text_commands_no_terminal(tmp_path: Path) -> None:
     named = {"architectures": ["Foo\n\x1b[31m" + "x" * 10_000], "model_type": "foo"}
     (tmp_path / "config.json").write_text(json.dumps(named))

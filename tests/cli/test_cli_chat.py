@@ -250,6 +250,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(runtime_directory: Path) -> Non
     assert len(texts[1]) > len(texts[0]) + len(rendered(("user", "again")))  # the stopped answer is between them
 
 
+@pytest.mark.system
 @pytest.mark.demo_model
 def test_the_demo_model_answers(demo_model_path: Path) -> None:
     result = subprocess.run(

@@ -213,6 +213,7 @@ def test_an_engine_that_slept_answers_as_before(level: int, checkpoint: Path, tm
             llm.wake_up(["dreams"])
 
 
+@pytest.mark.system
 def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_engine_still_sleeps(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
         assert tokens_of(llm) == before
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("where", [{"in_process": True}, {}, {"tensor_parallel_size": 2}])
 def test_an_engine_that_hangs_on_its_way_to_sleep_says_so_at_its_deadline_and_ends(
     where: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch

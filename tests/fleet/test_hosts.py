@@ -82,6 +82,7 @@ def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
         assert ask(client, COMPLETIONS, prompt=[5], max_tokens=1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("told", ["both hosts", "the engines' host"])
 def test_a_host_without_http_drains_as_long_as_one_with_it(told: str) -> None:
     """Longer than the few seconds that engines get once the HTTP processes of their host have drained."""

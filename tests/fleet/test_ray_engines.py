@@ -126,6 +126,7 @@ def test_a_ray_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPa
         start_ranks(options)
 
 
+@pytest.mark.system
 def test_what_ray_cannot_place_is_refused_with_the_numbers() -> None:
     with pytest.raises(OptionError, match="needs data_parallel_size=2 or more"):
         start_ranks(parse_options(model="null", **NULL))

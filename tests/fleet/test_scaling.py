@@ -112,6 +112,7 @@ def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixtu
         server.wait_log(r"engine [01] at ipc://\S+ is there\n")
 
 
+@pytest.mark.system
 def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:
     arguments = ("-dp", "2", "--server-dev-mode")
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
@@ -293,7 +294,7 @@ def test_scaling_down_takes_the_dead_and_leaves_those_that_serve(processes: str,
         assert survivor in [each.pid for each in engines_of(server)]
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_scaling_that_fails_leaves_nothing_that_counts_and_can_be_tried_again(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def busy_engine(server: Server, client: Any) -> psutil.Process:
     return sorted(engines_of(server), key=psutil.Process.create_time)[running.index(max(running))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.system)])
 def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: signal.Signals) -> None:
     with serving("-dp", "2", null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
         expected = undisturbed()
@@ -119,7 +119,13 @@ def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_r
         assert len(before & {each.pid for each in engines_of(server)}) == 1
 
 
-@pytest.mark.parametrize("engines", [("-dp", "2"), ("--restart-engine", "5")], ids=["two engines", "one that restarts"])
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param(("-dp", "2"), id="two engines"),
+        pytest.param(("--restart-engine", "5"), id="one that restarts", marks=pytest.mark.system),
+    ],
+)
 def test_a_form_that_kills_deep_in_its_answer_ends_no_other_stream(engines: tuple[str, str]) -> None:
     deadly = {"structured_outputs": {"regex": "[a-z]{200}"}, "prompt": "go on", "max_tokens": 200}
     arguments = (*engines, "--distributed-executor-backend", DEADLY_FORM)

@@ -201,6 +201,7 @@ with torch.cuda.device(DEVICE):
 """
 
 
+@pytest.mark.system
 def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """What a dry run has no use for: limits with launches and fp8, captures, marks between graphs; one row is long."""
     out = tmp_path / "gpu_decode.json"

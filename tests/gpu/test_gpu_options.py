@@ -112,6 +112,7 @@ def test_options_for_graphs_are_told_to_have_no_effect_on_a_cpu(
     )
 
 
+@pytest.mark.system
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so asking for two is another mistake")
 def test_several_workers_do_not_ignore_that_a_gpu_was_asked_for() -> None:
     executor = load_executor(Options(device="cuda", tensor_parallel_size=2, model="/no/such/model"))

@@ -85,6 +85,7 @@ def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size:
     assert len({rank.recorder.num_replays for rank in ranks}) == 1, "ranks run the same graphs"
 
 
+@pytest.mark.system
 def test_ranks_on_gpus_speculate_with_the_tokens_of_one_process(folder: Path) -> None:
     def answers(**options: Any) -> tuple[list[list[int]], int]:
         prompts = [([7, 8, 9 + index] * 8)[: 9 + 4 * index] for index in range(4)]
@@ -112,6 +113,7 @@ class OneCannotCapture(GpuRankThreads):
         self.ranks[1].recorder._fail_at = 2
 
 
+@pytest.mark.system
 def test_a_graph_that_one_rank_cannot_capture_is_used_by_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sys.modules.setdefault("test_gpu_parallel", sys.modules[__name__])
     backend = f"test_gpu_parallel:{OneCannotCapture.__name__}"

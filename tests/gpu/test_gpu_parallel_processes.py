@@ -44,6 +44,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.system
 def test_workers_of_two_hosts_answer_like_one_process_and_name_the_one_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

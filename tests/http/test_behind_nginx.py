@@ -121,6 +121,7 @@ def answers(client: httpx.Client) -> bool:
     return False
 
 
+@pytest.mark.system
 def test_two_servers_behind_nginx_are_restarted_in_turn_and_no_request_is_lost(tmp_path):
     ports, port = (free_port(), free_port()), free_port()
     model = {"step_delay_s": 0.002, "load_delay_s": 1.0}  # so long it answers 503

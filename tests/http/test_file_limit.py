@@ -6,6 +6,7 @@ import contextlib
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from http_server import Server, connection, processor_share, serving, wait_until
 from http_server import stream as stream_of
 
@@ -18,6 +19,7 @@ def stream(server: Server) -> str:
         return "".join(event["choices"][0]["text"] for event in stream_of(client, "/v1/completions", body))
 
 
+@pytest.mark.system
 def test_connections_beyond_the_limit_of_files_are_refused_in_words_and_all_else_goes_on() -> None:
     with serving(null_model={"step_delay_s": 0.02}) as server, ThreadPoolExecutor(2) as pool:
         expected = stream(server)

@@ -337,6 +337,7 @@ def test_a_batch_whose_server_ends_goes_on_in_the_next_and_answers_nothing_twice
         assert len(client.files.content(done.output_file_id or "").text.splitlines()) == 2
 
 
+@pytest.mark.system
 def test_a_batch_whose_server_was_killed_goes_on_in_the_next_once_it_is_silent(tmp_path: Path):
     folder = tmp_path / "files"
     arguments = (

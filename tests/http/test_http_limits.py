@@ -42,6 +42,7 @@ def streaming(client: httpx.Client) -> Iterator[Future[str]]:
 # --- descriptors and memory ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_a_server_without_descriptors_keeps_its_streams_and_serves_when_there_are_some() -> None:
     with serving(null_model=NULL) as server, server.client() as client, contextlib.ExitStack() as held:
         alone = tokens(stream(client, COMPLETIONS, LONG))
@@ -82,6 +83,7 @@ HUGE: dict[str, tuple[str, Callable[[], str]]] = {
 }
 
 
+@pytest.mark.system
 def test_a_server_with_a_gigabyte_of_memory_answers_huge_bodies_without_failing_and_keeps_its_streams() -> None:
     with serving(null_model=NULL) as server, server.client() as client:
         process = psutil.Process(server.process.pid)

@@ -239,7 +239,7 @@ def http_processes(server: Server) -> list[psutil.Process]:
         ("two HTTP processes", signal.SIGTERM),
         ("two ranks", signal.SIGTERM),
         pytest.param("two HTTP processes", signal.SIGHUP, marks=pytest.mark.system),
-        ("two ranks", signal.SIGINT),
+        pytest.param("two ranks", signal.SIGINT, marks=pytest.mark.system),
     ],
 )
 def test_a_signal_to_every_process_drains(kind, number):
@@ -269,7 +269,8 @@ def test_a_signal_to_every_process_drains(kind, number):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.system)]
+    "number",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.system) for each in (signal.SIGTERM, signal.SIGHUP))],
 )
 def test_an_http_process_that_is_killed_is_started_again_and_the_others_serve_on(number):
     with serving("--api-server-count", "2", null_model=SLOW) as server:

@@ -151,6 +151,7 @@ def test_a_caller_that_samples_nothing_gets_nothing(collector: Collector) -> Non
     assert collector.spans == []
 
 
+@pytest.mark.system
 def test_a_collector_that_is_away_costs_a_request_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
     gone = Collector("http://127.0.0.1:9/v1/traces")

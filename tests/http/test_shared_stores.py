@@ -174,6 +174,7 @@ def test_an_answer_that_cannot_be_stored_is_given_and_says_so(tmp_path: Path):
     assert "Traceback" not in server.log
 
 
+@pytest.mark.system
 def test_a_batch_goes_on_when_its_store_can_be_used_again(tmp_path: Path):
     """Of two hundred lines, most are answered while results cannot be written; each is there once."""
     content = [{"role": "user", "content": "hello"}]

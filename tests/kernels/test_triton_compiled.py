@@ -56,6 +56,7 @@ def record() -> dict[str, Any]:
     return json.loads((RESULTS / "triton_resources.json").read_text())["results"]
 
 
+@pytest.mark.system
 def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> None:
     report = compiled_by(PROGRAM)
     on_record = [entry["digest"] for entry in record["kernels"]]

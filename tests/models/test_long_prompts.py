@@ -18,7 +18,13 @@ from headrace import LLM, HeadraceError, SamplingParams
 from headrace.kernels.reference.sparse import choose_keys
 
 FAMILIES = DENSE | MIXTURES
-NAMES = ("gemma4", "gemma4_experts", "mimo_v2", "deepseek_v32", "glm_moe_dsa")
+NAMES = (
+    "gemma4",
+    pytest.param("gemma4_experts", marks=pytest.mark.system),
+    "mimo_v2",
+    "deepseek_v32",
+    pytest.param("glm_moe_dsa", marks=pytest.mark.system),
+)
 LENGTHS = (1, 3, 11, 12, 13, 15, 16, 17, 63, 64, 65, 257, 700)
 """Those around 12 are just below, at and above the most keys that the tiny DeepSeek V3.2 chooses."""
 

@@ -82,7 +82,7 @@ def expected(checkpoint: str) -> tuple[list[Any], Any]:
         {"in_process": True, "speculative_config": SUFFIX},
         {"in_process": True, "speculative_config": SUFFIX, "async_scheduling": True},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.system),
-        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.system),
         pytest.param({"pipeline_parallel_size": 2, "async_scheduling": False}, marks=pytest.mark.system),
     ],
     ids=str,

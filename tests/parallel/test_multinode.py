@@ -284,6 +284,7 @@ def _is_worker(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.system
 def test_ray_without_room_says_how_much_there_is() -> None:
     asked = msgspec.structs.replace(options(64), distributed_executor_backend="ray", node_join_timeout=1.0)
     executor = RayExecutor(asked)

@@ -231,6 +231,7 @@ def test_two_executors_started_at_the_same_moment_do_not_collide() -> None:
     wait_until_nothing_is_left(before)
 
 
+@pytest.mark.system
 def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
     before = leftovers()
     for how_far in ("start", "describe", "up", "step", "in flight"):

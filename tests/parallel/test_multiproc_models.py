@@ -45,7 +45,7 @@ def test_two_engines_do_not_collide_and_a_stopped_worker_of_one_is_named(
             assert [each.result() for each in [pool.submit(tokens, llm) for llm in (first, second)]] == [expected] * 2
         cores = [p for p in psutil.Process().children() if p not in others and len(p.children()) == 2]
         assert len(cores) == 2
-        victim = max(cores[0].children(), key=lambda process: process.pid)
+        victim = max(cores[0].children(), key=lambda process: (process.create_time(), process.pid))
         victim.send_signal(signal.SIGSTOP)
         outcomes = []
         for llm in (first, second):

@@ -77,6 +77,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
     other.stdout.close()
 
 
+@pytest.mark.system
 def test_who_waits_for_a_turn_is_not_blamed_for_a_start_that_takes_too_long(tmp_path: Path) -> None:
     asked = in_turns(1, tmp_path / "log", tp_size=2)
     misled = {**asked.hf_overrides, "load_delay_s": 100.0}
@@ -185,6 +186,7 @@ def test_a_start_on_the_callers_own_thread_has_no_deadline() -> None:
         EngineThread(Options(startup_timeout=5.0))
 
 
+@pytest.mark.system
 def test_a_daemon_that_hangs_while_it_starts_says_where_and_ends(runtime_directory: Path) -> None:
     asked = hanging()
     command = [sys.executable, "-m", "headrace.core.process.daemon", "--model=null"]

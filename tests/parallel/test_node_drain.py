@@ -62,7 +62,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
     ("sizes", "processes", "number"),
     [
         (("-tp", "2"), 1, signal.SIGTERM),
-        (("-pp", "2"), 1, signal.SIGTERM),
+        pytest.param(("-pp", "2"), 1, signal.SIGTERM, marks=pytest.mark.system),
         (("-tp", "2"), 2, signal.SIGINT),
     ],
 )
@@ -76,6 +76,7 @@ def test_hosts_that_are_told_at_once_finish_what_runs(sizes, processes, number, 
     assert hosts.node.wait(30) == 0
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("address", ["::1", "[::1]", "localhost"])
 def test_hosts_meet_at_addresses_of_either_kind(address, stack, ipv6):
     hosts = Hosts(stack, "-tp", "2", "--master-addr", address)
@@ -94,6 +95,7 @@ def test_a_node_that_is_told_alone_has_its_engine_finish_what_runs(stack):
     assert "node 1 was asked to end: this engine finishes its requests and ends" in hosts.server.log
 
 
+@pytest.mark.system
 def test_a_node_that_is_told_twice_ends_at_once(stack):
     hosts = Hosts(stack, "-tp", "2", num_tokens=30_000)
     hosts.node.send_signal(signal.SIGTERM)
@@ -105,6 +107,7 @@ def test_a_node_that_is_told_twice_ends_at_once(stack):
     hosts.server.wait_exit(30)
 
 
+@pytest.mark.system
 def test_a_node_that_waits_for_a_drain_ends_with_its_leader(stack):
     hosts = Hosts(stack, "-tp", "2", num_tokens=30_000)
     hosts.node.send_signal(signal.SIGTERM)
@@ -114,6 +117,7 @@ def test_a_node_that_waits_for_a_drain_ends_with_its_leader(stack):
     hosts.server.wait_exit(30)
 
 
+@pytest.mark.system
 def test_a_drain_that_takes_too_long_ends_both_hosts_at_its_time_limit(stack):
     hosts = Hosts(stack, "-tp", "2", "--shutdown-timeout", "0.5", num_tokens=30_000)
     hosts.node.send_signal(signal.SIGTERM)

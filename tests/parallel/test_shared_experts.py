@@ -262,6 +262,7 @@ def test_tokens_are_those_of_one_engine_however_work_is_spread(
         check_tokens(llm, expected)
 
 
+@pytest.mark.system
 def test_requests_that_come_late_and_are_aborted_change_nothing_for_the_others(
     model: Path, expected: list[list[int]]
 ) -> None:
@@ -302,7 +303,7 @@ def workers(engine: psutil.Process) -> list[psutil.Process]:
     ("options", "kills_worker"),
     [
         pytest.param(SHARED, False, id="one rank each"),
-        pytest.param(OF_TWO_RANKS, True, id="a worker of two"),
+        pytest.param(OF_TWO_RANKS, True, id="a worker of two", marks=pytest.mark.system),
         pytest.param(OF_TWO_RANKS, False, id="with its workers", marks=pytest.mark.system),
     ],
 )

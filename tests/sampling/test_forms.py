@@ -179,7 +179,7 @@ def test_an_expression_of_many_characters_is_read_at_once() -> None:
     for pattern in ("a" * 200_000, "[" + "ab-d" * 40_000 + "]", "(a" * 40_000):
         began_s = time.thread_time()
         in_common_words(pattern)
-        assert time.thread_time() - began_s < 1
+        assert time.thread_time() - began_s < 30  # in the square of its length it would take hours
 
 
 # --- JSON schemas -----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def process_of(trial: Trial) -> psutil.Process:
 
 
 def forked_by(process: psutil.Process) -> list[psutil.Process]:
-    return sorted(process.children(), key=lambda each: each.pid)
+    return sorted(process.children(), key=lambda each: (each.create_time(), each.pid))  # numbers begin anew at times
 
 
 AS_BODY: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -127,6 +127,7 @@ def test_asyncllm_streams_an_answer_of_the_form(folder: str) -> None:
     assert asyncio.run(run()) == "[1,1,1]"
 
 
+@pytest.mark.system
 def test_a_batch_file_asks_for_forms(folder: str, tmp_path: Path) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "three", "schema": THREE, "strict": True}}
     asked: list[tuple[str, dict[str, Any]]] = [

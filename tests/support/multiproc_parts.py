@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from null_rank import WORKER_CLS
+from patience import within
 from plan_maker import PlanMaker
 
 from headrace.core.options.engine_options import Options
@@ -91,29 +93,44 @@ class Ranks:
         return self.executor.collect()
 
 
-def leftovers() -> tuple[int, int, list[str]]:
-    """The numbers of open descriptors and child processes, and Headrace's files in shared memory."""
-    children = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
-    shared = sorted(name for name in os.listdir("/dev/shm") if "headrace" in name)
-    return len(os.listdir("/proc/self/fd")), len(children), shared
+class Leftovers(NamedTuple):
+    """What this process has open: the targets of descriptors by number, child processes, files in shared memory."""
+
+    descriptors: dict[int, str]
+    children: set[int]
+    shared: set[str]
+
+    def beyond(self, before: Leftovers) -> Leftovers:
+        """What is here and was not before. Descriptors only if there are more of them: earlier tests may have left some
+        that are closed meanwhile, by the garbage collector or by threads that open others."""
+        new = {
+            number: target for number, target in self.descriptors.items() if before.descriptors.get(number) != target
+        }
+        is_more = len(self.descriptors) > len(before.descriptors)
+        return Leftovers(new if is_more else {}, self.children - before.children, self.shared - before.shared)
 
 
-def wait_until_nothing_is_left(before: tuple[int, int, list[str]]) -> None:
-    """Waits until there are no more leftovers than before. There may be fewer, since garbage collection closes those of
-    earlier tests."""
-    what = f"no more than {before}; there is {leftovers()}"
-
-    def nothing_more() -> bool:
-        descriptors, children, shared = leftovers()
-        return descriptors <= before[0] and children <= before[1] and set(shared) <= set(before[2])
-
-    wait_until(nothing_more, 5.0, what)
+def leftovers() -> Leftovers:
+    descriptors = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    children = {each.pid for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE}
+    return Leftovers(descriptors, children, {name for name in os.listdir("/dev/shm") if "headrace" in name})
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Waits for the condition. Returns the seconds that it took."""
+def wait_until_nothing_is_left(before: Leftovers) -> None:
+    """Waits until nothing is here that was not before."""
+    wait_until(
+        lambda: not any(leftovers().beyond(before)), 5.0, lambda: f"nothing left, but {leftovers().beyond(before)},"
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
+    """Waits for the condition, longer on a busy machine. Returns the seconds that it took."""
     began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() - began_s < timeout_s, f"{what} did not happen within {timeout_s} s"
+        if time.monotonic() - began_s > within(timeout_s):
+            raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s} s")
         time.sleep(0.01)
     return time.monotonic() - began_s

@@ -51,6 +51,8 @@ _BODIES_IN_MEMORY = 8
 """How many bodies of the largest allowed size may be in memory at a time, over all connections."""
 _COUNT_BYTES = 1 << 20
 _TRIM_BYTES = 1 << 20
+_TRIM_AFTER_S = 0.2
+"""Until then, threads and frames that worked on the request have let go of its memory, and others may have ended."""
 _OF_PAGES = (b"origin", b"referer")
 _LONGEST_HOLD_S = 10.0
 """Longest time without a garbage collection while large bodies follow one another."""
@@ -118,15 +120,16 @@ class LargeBodies:
         return await asyncio.get_running_loop().run_in_executor(self.threads, make)
 
     def give_back(self, num_bytes: int) -> None:
-        """Called when a request ends whose body or answer had this many bytes: returns freed memory to the system, if
-        that was more than _TRIM_BYTES."""
+        """Called when a request ends whose body or answer had this many bytes: soon returns freed memory to the system,
+        if that was more than _TRIM_BYTES."""
         if num_bytes > _TRIM_BYTES and not self._is_trim_due:
             self._is_trim_due = True
-            asyncio.get_running_loop().run_in_executor(self.threads, self._trim)
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
         self._is_trim_due = False
-        give_back_freed_memory()
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self.threads.submit(give_back_freed_memory)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
