@@ -170,7 +170,8 @@ class LLMEngine(OneProcess):
         self._llm = llm
         self._running: dict[str, _Running] = {}
         self._news: queue.SimpleQueue[tuple[_Running, RequestOutput | BaseException | None]] = queue.SimpleQueue()
-        self._failed: tuple[_Running, BaseException] | None = None
+        self._held: tuple[_Running, RequestOutput | BaseException | None] | None = None
+        """What comes first in the next step."""
 
     @classmethod
     def from_engine_args(
@@ -215,30 +216,30 @@ class LLMEngine(OneProcess):
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:
-        """Waits for new outputs and returns them; returns an empty list when no request is unfinished.
+        """Waits for new outputs and returns them, at most one of each request; returns an empty list when no request is
+        unfinished.
 
         Raises the error that ended a request, once; the other requests go on.
         """
-        outputs: list[RequestOutput] = []
+        outputs: dict[_Running, RequestOutput] = {}
         self._llm.check_may_wait()
         while self._running and (not outputs or not self._news.empty()):
-            running, item = self._failed or take(self._news)
-            self._failed = None
+            running, item = self._held or take(self._news)
+            self._held = None
             if self._running.get(running.request_id) is not running:
                 continue  # aborted meanwhile
+            if running in outputs or (outputs and isinstance(item, BaseException)):
+                self._held = running, item
+                break
+            if item is None or isinstance(item, BaseException) or item.finished:
+                del self._running[running.request_id]
             if isinstance(item, BaseException):
-                if outputs:
-                    self._failed = running, item  # for the next step
-                    break
-                del self._running[running.request_id]
                 raise item
-            if item is None or item.finished:
-                del self._running[running.request_id]
             if item is not None:
-                outputs.append(item)
+                outputs[running] = item
                 if running.pump is not None:
                     running.pump.taken()
-        return outputs
+        return list(outputs.values())
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """Aborts requests, which get no further output; ids that are not running are ignored. See AsyncLLM.abort."""

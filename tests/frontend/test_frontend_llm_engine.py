@@ -41,6 +41,23 @@ def test_every_request_is_stepped_to_its_one_finished_output(llm: LLM) -> None:
         assert finished[name].outputs[0].text == expected_text(llm, finished[name].prompt_token_ids, length)
 
 
+def test_a_step_returns_one_output_of_a_request_though_several_have_come(llm: LLM, core: MemoryCore) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(max_tokens=1), use_tqdm=False)
+    output.finished = False
+    core.pause()
+    engine = LLMEngine(llm)
+    for name in "ab":
+        engine.add_request(name, f"Hello {name}", SamplingParams(max_tokens=2))
+    running = engine._running
+    for name in "aba":
+        engine._news.put((running[name], output))
+    engine._news.put((running["b"], None))
+    assert len(engine.step()) == 2
+    assert len(engine.step()) == 1
+    engine.abort_request("ab")
+    core.resume()
+
+
 def test_an_id_is_free_again_after_an_abort_and_the_old_request_is_silent(llm: LLM, core: MemoryCore) -> None:
     core.pause()
     engine = LLMEngine(llm)
