@@ -158,6 +158,7 @@ def generate(folder: Path, architecture: str, installed: Path) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
 
 
+@pytest.mark.system
 def test_layers_of_an_installed_cache_kind_release_what_they_no_longer_read(model: Path, installed: Path) -> None:
     found = {}
     for architecture in ("WholeForCausalLM", "ChunkedForCausalLM"):

@@ -201,7 +201,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, reference
 
 
-@pytest.mark.parametrize("architecture", ["SquaresForCausalLM", "EagerSquaresForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["SquaresForCausalLM", pytest.param("EagerSquaresForCausalLM", marks=pytest.mark.system)]
+)
 def test_a_block_with_an_op_of_its_own_is_computed(architecture: str, model: tuple[Path, Any], installed: Path) -> None:
     folder, reference = model
     config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}

@@ -281,6 +281,7 @@ def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> Non
     assert max(read) - repeated < 0.5 * (whole - repeated)
 
 
+@pytest.mark.system
 def test_worker_processes_answer_like_one(folder: Path) -> None:
     tokens, num_cached = generate(saved(folder, "nine_heads"), tensor_parallel_size=2)
     assert tokens == alone(folder, "nine_heads")

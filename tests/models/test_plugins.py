@@ -138,6 +138,7 @@ def generate(model: Path, site: Path, **options: Any) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("options", [{"scheduler_cls": "gentle", "tensor_parallel_size": 2}], ids=str)
 def test_a_family_with_a_block_of_its_own_is_served(
     options: dict[str, Any], arcee: tuple[Path, Any], installed: Path

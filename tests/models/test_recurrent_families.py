@@ -31,6 +31,8 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
+EACH_KIND = ("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "granite_hybrid")
+"""A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
 
@@ -64,7 +66,9 @@ def expect_answers(name: str, prompts: list[list[int]], outputs: list[Any]) -> N
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > NEW_TOKENS
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.system) for name in FAMILIES]
+)
 def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
     """Of short and long prompts, computed in one step or in chunks that end anywhere."""
     params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
@@ -157,7 +161,7 @@ def test_a_page_has_room_for_its_part_of_a_state_on_every_rank(folder: Path, nam
             assert page * state.pages >= 4 * floats
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("name", [pytest.param("lfm2", marks=pytest.mark.system), "mamba2"])
 def test_weights_that_are_dropped_or_read_again_answer_as_before(folder: Path, name: str) -> None:
     path, prompts = saved(folder, name), shared_prefix(128)
     with LLM(str(path), **TIGHT, enable_sleep_mode=True) as llm:
