@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from example_tools import NOW, weather
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from family_answers import V3
+from family_answers import MINIMAX, V3, dsml
 from read_answers import Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
@@ -39,6 +39,7 @@ def kimis(id: str, arguments: str) -> str:
 
 
 GOOD = kimis("functions.get_weather:1", '{"city": "Zürich", "days": 3}')
+GEMMAS = 'get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     # Qwen2.5-Coder, whose template is that of Hermes
     ("hermes", f"```json\n{CALL}\n```", "", [PLAIN]),
@@ -81,6 +82,18 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("deepseek_v31", f"{V3[0]}{V3[2]}now{V3[4]}{{{V3[3]}{V3[2]}now{V3[4]}{{}}{V3[3]}{V3[1]}", "",
      [("now", None), ("now", {})]),
     ("kimi_k2", f"So. {KIMI}{GOOD}{KIMIS_END} more {KIMI}{GOOD}{KIMIS_END} text", "So.", [PLAIN, PLAIN]),
+    # markers that are left out, and a call that ends before its name does
+    ("gemma4", f"<|tool_call>:{GEMMAS}", "", [PLAIN]),
+    ("gemma4", f"So. <|tool_call>call:now no brace<tool_call|><|tool_call>call:{GEMMAS}",
+     "So. <|tool_call>call:now no brace<tool_call|>", [PLAIN]),
+    ("deepseek_v4", f"I look.\n{dsml('tool_calls')([PLAIN]).partition(chr(10))[2]}", "I look.", [PLAIN]),
+    ("deepseek_v32", dsml("tool_calls")([PLAIN, ("now", {})]), dsml("tool_calls")([]),
+     [PLAIN, ("now", {})]),
+    ("minimax_m2", MINIMAX([PLAIN]).removeprefix("<minimax:tool_call>\n"), "", [PLAIN]),
+    ("minicpm5", '<function name="get_weather"><param name="city"><![CDATA[Zürich]]></param>\n'
+     '<param name="days"><![CDATA[3]]> </param></function>', "", [PLAIN]),
+    ("minicpm5", '<function name="get_weather"><param name="note"><![CDATA[  a</param> b\n]]></param></function>', "",
+     [("get_weather", {"note": "  a</param> b\n"})]),
     # arguments that are no object
     ("llama3_json", '{"name": "now", "parameters": {no json}', '{"name": "now", "parameters": {no json}', []),
     ("hermes", '<tool_call>{"name": "now", "arguments": {', "", [("now", None)]),

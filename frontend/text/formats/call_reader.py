@@ -226,10 +226,7 @@ class CallReader(PieceReader):
     def _named_call(self, calls: CallFormat) -> Reads:
         if calls.name[0]:
             yield from self._expect(calls.name[0])
-        if calls.name[1]:
-            name = yield from self._short_until(calls.name[1])
-        else:
-            name = yield from self._short_before("{")
+        name = yield from self._name_before("{")
         call = self._begin(name.removesuffix("[ARGS]").split("[CALL_ID]")[0])
         yield from self._skip_space()
         if (yield from self._peek(1)) != "{":
@@ -275,7 +272,7 @@ class CallReader(PieceReader):
             yield from self._short_until(calls.name[0])
         elif calls.name[0]:
             yield from self._expect(calls.name[0])
-        name = (yield from self._short_until(calls.name[1])) if calls.name[1] else (yield from self._short_before("<"))
+        name = yield from self._name_before("<")
         call, separator, said = self._begin(name), "{", set[str]()
         properties = self._properties_of(name.strip())
         while True:
@@ -299,6 +296,16 @@ class CallReader(PieceReader):
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 
+    def _name_before(self, arguments: str) -> Reads:
+        """Takes a call's name up to the marker after it, and that; without one, up to how arguments begin. Raises
+        NoCallError if the call ends before."""
+        calls = self._calls
+        assert calls is not None
+        marker, ends = calls.name[1] or arguments, (*calls.call, *(calls.section or ()), calls.after_arguments)
+        name = yield from self._short_before(marker, [each for each in ends if each and each not in marker])
+        self._take(len(calls.name[1]))
+        return name
+
     def _value_kind(self, calls: CallFormat) -> Reads:
         """The types that a parameter's markers say its value has; empty if they say none."""
         for kind, types in zip(calls.value_kinds, (("string",), ("object", "number")), strict=True):
@@ -314,6 +321,11 @@ class CallReader(PieceReader):
         if has_lines:
             yield from self._accept("\n")
         space = "" if "string" in types else (yield from self._skip_space())
+        if calls.quotes[0] and (yield from self._accept(calls.quotes[0])):
+            yield from self._quoted(call, calls.quotes[1], types)
+            yield from self._skip_space()
+            yield from self._accept_marker(after)
+            return
         is_nest = "string" not in types and (yield from self._peek(1)) in ("{", "[")
         if "string" in types or not (types or is_nest):
             self._text = space + self._text
@@ -375,8 +387,9 @@ class CallReader(PieceReader):
         return False
 
     def _escaped_call(self, calls: CallFormat) -> Reads:
-        yield from self._expect(calls.name[0])
-        name = yield from self._short_until(calls.name[1])
+        if not (yield from self._accept(calls.name[0])):  # models leave out the word before the colon
+            yield from self._expect(calls.name[0][-1])
+        name = yield from self._name_before("{")
         call, separator = self._begin(name), "{"
         properties = self._properties_of(name.strip())
         while True:
@@ -393,21 +406,11 @@ class CallReader(PieceReader):
 
     def _escaped_value(self, call: int, escape: str, types: frozenset[str]) -> Reads:
         """Emits a string while it arrives; other values once they are complete."""
-        parts: list[str] = []
         if (yield from self._accept_marker(escape)):
-            is_text = not types or "string" in types
             if "null" in types and (yield from self._accept_null(escape)):
                 self._arguments(call, "null")
                 return
-            end = make_markers((escape,))
-            if is_text:
-                self._arguments(call, '"')
-                found = yield from self._until_end_of_text(end, self._more_text(call))
-            else:
-                found = yield from self._until(end, parts.append, is_value=True)
-            if found is None:
-                raise NoCallError
-            self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
+            yield from self._quoted(call, escape, types)
             return
         if (yield from self._peek(1)) in ("{", "["):
             self._arguments(call, (yield from self._escaped_nest(escape)))
@@ -419,6 +422,19 @@ class CallReader(PieceReader):
         if self._is_over:
             raise NoCallError
         self._arguments(call, as_json(scalar))
+
+    def _quoted(self, call: int, end: str, types: frozenset[str]) -> Reads:
+        """Emits the value before the marker `end`: a string while it arrives, another once it is complete."""
+        parts: list[str] = []
+        is_text, ends = not types or "string" in types, make_markers((end,))
+        if is_text:
+            self._arguments(call, '"')
+            found = yield from self._until_end_of_text(ends, self._more_text(call))
+        else:
+            found = yield from self._until(ends, parts.append, is_value=True)
+        if found is None:
+            raise NoCallError
+        self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
 
     def _escaped_nest(self, escape: str) -> Reads:
         """An object or a list, converted to JSON; models also write JSON itself, whose strings may have brackets."""

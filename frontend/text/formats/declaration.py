@@ -83,6 +83,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     value_kinds: Pair = ("", "")
     """Texts that may follow a parameter's name (xml): its value is a string, or JSON. A type in the schema decides
     where there is one."""
+    quotes: Pair = ("", "")
+    """Markers that may stand around a whole value, in which other markers are text (xml)."""
     values_have_lines: bool = False
     """Line breaks separate a value from its markers (xml)."""
     escape: str = ""

@@ -62,7 +62,7 @@ def _marks_of(
             loose = {begin: end for begin, end in form.loose if begin}
         if reads_slips and any(not begin for begin, _ in form.loose):
             loose |= dict.fromkeys(_BARE, "")
-        if reads_slips and form.body == "xml" and form.name[0] and form.section is None:
+        if reads_slips and form.body == "xml" and form.name[0] and not (form.section and any(form.call)):
             loose[form.name[0]] = form.call[1]  # the marker before a name may be all that a model writes
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
         strays -= {"", "```"}  # a fence may be another's

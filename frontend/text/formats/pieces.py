@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.markers import Markers, make_markers
@@ -143,12 +143,13 @@ class PieceReader:
         self._take(len(marker))
         return text
 
-    def _short_before(self, marker: str) -> Reads:
+    def _short_before(self, marker: str, ends: Sequence[str] = ()) -> Reads:
+        """`_short_until` without the marker. ends: markers before which it must come."""
         while (at := self._text.find(marker)) < 0:
-            if self._ended or len(self._text) > LONGEST_NAME:
+            if self._ended or len(self._text) > LONGEST_NAME or any(each in self._text for each in ends):
                 raise NoCallError
             yield
-        if at > LONGEST_NAME:
+        if at > LONGEST_NAME or any(0 <= self._text.find(each) < at for each in ends):
             raise NoCallError
         return self._take(at)
 
