@@ -15,6 +15,8 @@ MOST_RANK = 512
 """vLLM's highest max_lora_rank."""
 _SLOTS = 64
 """Slots unless the options say how many: a slot is host memory, taken only while an adapter is in it."""
+_AT_ONCE = 8
+"""max_loras unless the options say how many."""
 _ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules")
 
 AdapterDtype = Literal["float32", "float16", "bfloat16"]
@@ -44,10 +46,11 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
             value = getattr(options, given[0])
             raise OptionError(f"{given[0]}={value} is of adapters: ask for enable_lora, or leave it out")
         return None
-    if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
+    max_loras = options.max_loras or min(_AT_ONCE, options.max_cpu_loras or _AT_ONCE)
+    if options.max_cpu_loras is not None and options.max_cpu_loras < max_loras:
         raise OptionError(
-            f"max_cpu_loras={options.max_cpu_loras} adapters in memory are fewer than the max_loras="
-            f"{options.max_loras} of one step; raise the one or lower the other"
+            f"max_cpu_loras={options.max_cpu_loras} adapters in memory are fewer than the max_loras={max_loras} of one "
+            "step; raise the one or lower the other"
         )
     if options.shares_experts:
         raise OptionError(
@@ -61,8 +64,8 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
         )
     found = options.lora_dtype if options.lora_dtype != "auto" else dtype
     return AdapterLimits(
-        max_loras=options.max_loras,
-        slots=options.max_cpu_loras or max(_SLOTS, options.max_loras),
+        max_loras=max_loras,
+        slots=options.max_cpu_loras or max(_SLOTS, max_loras),
         max_rank=options.max_lora_rank,
         dtype=msgspec.convert(found, AdapterDtype),
         target_modules=options.lora_target_modules,

@@ -233,15 +233,16 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         ),
     ] = False
     max_loras: Annotated[
-        int,
+        int | None,
         Option(
             ADAPTERS,
             "Most distinct adapters of the requests that run at once; requests with others wait, and are passed by "
             "those behind them for a bounded number of steps",
             "adapters",
             minimum=1,
+            default_text="8, or max_cpu_loras where that is less",
         ),
-    ] = 8
+    ] = None
     max_cpu_loras: Annotated[
         int | None,
         Option(

@@ -807,10 +807,13 @@ def test_options_of_adapters_are_checked_together() -> None:
     plan, _ = make_plan(enable_lora=True, max_loras=100)
     assert plan.adapters is not None
     assert (plan.adapters.slots, plan.adapters.dtype) == (100, "float32")
+    few, _ = make_plan(enable_lora=True, max_cpu_loras=2)  # as vLLM's command lines have it
+    assert few.adapters is not None
+    assert (few.adapters.slots, few.adapters.max_loras) == (2, 2)
     for options, words in (
         ({"max_loras": 4}, "max_loras=4 is of adapters: ask for enable_lora"),
         (
-            {"enable_lora": True, "max_cpu_loras": 2},
+            {"enable_lora": True, "max_cpu_loras": 2, "max_loras": 8},
             "max_cpu_loras=2 adapters in memory are fewer than the max_loras=8",
         ),
         ({"enable_lora": True, "distributed_executor_backend": "external_launcher"}, "cannot apply with"),
