@@ -56,8 +56,8 @@ def lora_labels(stats: EngineStats) -> dict[str, str] | None:
 
 
 ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]], ...] = (
-    ("gauge", "num_requests_running", "Requests that run.", lambda s: s.num_running),
-    ("gauge", "num_requests_waiting", "Requests that wait.", lambda s: s.num_waiting),
+    ("gauge", "num_requests_running", "Requests that are running.", lambda s: s.num_running),
+    ("gauge", "num_requests_waiting", "Requests that are waiting.", lambda s: s.num_waiting),
     (
         "gauge",
         "kv_cache_usage_perc",
@@ -67,51 +67,131 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
     (
         "gauge",
         "gpu_cache_usage_perc",
-        "The same, under the name of earlier versions of vLLM.",
+        "Share of the KV cache in use, under the name that earlier versions of vLLM had for it.",
         kv_use,
     ),
     ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
-    ("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda s: s.num_prompt_tokens),
-    ("counter", "prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_cached_prompt_tokens),
-    ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
+    ("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
+    ("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_prompt_tokens),
+    (
+        "counter",
+        "num_preemptions",
+        "Preemptions of running requests, which are recomputed later.",
+        lambda s: s.num_preemptions,
+    ),
     ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
-    ("counter", "prompt_tokens_cached", "Prompt tokens found in the cache.", lambda s: s.num_cached_prompt_tokens),
+    (
+        "counter",
+        "prompt_tokens_cached",
+        "Prompt tokens of all clients that were found in the prefix cache.",
+        lambda s: s.num_cached_prompt_tokens,
+    ),
     ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
-    ("counter", "spec_decode_num_drafts", "Requests that got draft tokens, in all steps.", lambda s: s.num_drafts),
-    ("counter", "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.num_draft_tokens),
-    ("counter", "spec_decode_num_accepted_tokens", "Those that were right.", lambda s: s.num_accepted_tokens),
-    ("counter", "engine_steps", "Steps.", lambda s: s.steps),
-    ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
-    ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
-    ("counter", "engine_step_gaps", "Passes that follow another without a wait for work.", lambda s: s.num_step_gaps),
+    (
+        "counter",
+        "spec_decode_num_drafts",
+        "Drafts: one for each step and request with draft tokens.",
+        lambda s: s.num_drafts,
+    ),
+    (
+        "counter",
+        "spec_decode_num_draft_tokens",
+        "Draft tokens proposed by speculative decoding.",
+        lambda s: s.num_draft_tokens,
+    ),
+    ("counter", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", lambda s: s.num_accepted_tokens),
+    ("counter", "engine_steps", "Steps of the engine, each a forward pass of a batch.", lambda s: s.steps),
+    ("counter", "engine_forward_seconds", "Seconds in forward passes.", lambda s: s.forward_s),
+    (
+        "counter",
+        "engine_step_gap_seconds",
+        "Seconds between consecutive forward passes, in which the model waits for the engine.",
+        lambda s: s.step_gap_s,
+    ),
+    (
+        "counter",
+        "engine_step_gaps",
+        "Forward passes that followed another one without waiting for requests.",
+        lambda s: s.num_step_gaps,
+    ),
     ("counter", "engine_gc_pauses", "Garbage collections in the engine core.", lambda s: s.times.num_gc_pauses),
-    ("counter", "engine_gc_pause_seconds", "Time of those collections.", lambda s: s.times.gc_pause_s),
+    (
+        "counter",
+        "engine_gc_pause_seconds",
+        "Seconds in garbage collections in the engine core.",
+        lambda s: s.times.gc_pause_s,
+    ),
     ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
     (
         "gauge",
         "eplb_balancedness_min",
-        "Of each layer's experts the mean of the ranks' loads by the largest: of the worst layer.",
+        "Expert balance (mean load of the ranks divided by the highest), of the worst layer.",
         of_experts("min"),
     ),
-    ("gauge", "eplb_balancedness_p50", "The same of the median layer.", of_experts("p50")),
-    ("gauge", "eplb_balancedness_p90", "What 90% of the layers have at least.", of_experts("p90")),
-    ("gauge", "eplb_balancedness_avg", "The mean of all layers.", of_experts("avg")),
-    ("counter", "eplb_rearrangements", "Times that experts changed ranks.", of_experts("rearrangements")),
-    ("gauge", "eplb_rearrangement_seconds", "How long the last time took.", of_experts("rearrangement_s")),
+    (
+        "gauge",
+        "eplb_balancedness_p50",
+        "Expert balance (mean load of the ranks divided by the highest), of the median layer.",
+        of_experts("p50"),
+    ),
+    (
+        "gauge",
+        "eplb_balancedness_p90",
+        "Expert balance (mean load of the ranks divided by the highest) that 90% of the layers reach.",
+        of_experts("p90"),
+    ),
+    (
+        "gauge",
+        "eplb_balancedness_avg",
+        "Expert balance (mean load of the ranks divided by the highest), mean of all layers.",
+        of_experts("avg"),
+    ),
+    ("counter", "eplb_rearrangements", "Rearrangements of experts among the ranks.", of_experts("rearrangements")),
+    (
+        "gauge",
+        "eplb_rearrangement_seconds",
+        "Seconds that the last rearrangement of experts took.",
+        of_experts("rearrangement_s"),
+    ),
     (
         "counter",
         "estimated_flops_per_gpu",
-        "Operations of one rank, estimated from the model's config.",
+        "Floating-point operations of one rank, estimated from the model's config.",
         of_work("flops"),
     ),
-    ("counter", "estimated_read_bytes_per_gpu", "Bytes of weights and cache that it reads.", of_work("read_bytes")),
-    ("counter", "estimated_write_bytes_per_gpu", "Bytes that it writes into the cache.", of_work("write_bytes")),
-    ("gauge", "adapters_registered", "LoRA adapters that requests may name.", of_adapters("num_registered")),
-    ("gauge", "adapters_loaded", "Versions of adapters in memory.", of_adapters("num_loaded")),
-    ("counter", "adapter_loads", "Adapters read from their files.", of_adapters("num_loads")),
-    ("counter", "adapter_load_failures", "Those that could not be read.", of_adapters("num_failed_loads")),
-    ("counter", "adapter_load_seconds", "Time of all loads, beside the steps.", of_adapters("load_s")),
-    ("counter", "adapter_evictions", "Adapters that made room for others.", of_adapters("num_evictions")),
+    (
+        "counter",
+        "estimated_read_bytes_per_gpu",
+        "Bytes of weights and KV cache that one rank reads, estimated.",
+        of_work("read_bytes"),
+    ),
+    (
+        "counter",
+        "estimated_write_bytes_per_gpu",
+        "Bytes that one rank writes to the KV cache, estimated.",
+        of_work("write_bytes"),
+    ),
+    (
+        "gauge",
+        "adapters_registered",
+        "LoRA adapters that are registered, which requests may name.",
+        of_adapters("num_registered"),
+    ),
+    ("gauge", "adapters_loaded", "Versions of LoRA adapters that are in memory.", of_adapters("num_loaded")),
+    ("counter", "adapter_loads", "LoRA adapters read from their files.", of_adapters("num_loads")),
+    ("counter", "adapter_load_failures", "LoRA adapters that could not be read.", of_adapters("num_failed_loads")),
+    (
+        "counter",
+        "adapter_load_seconds",
+        "Seconds spent on loading LoRA adapters, beside the steps.",
+        of_adapters("load_s"),
+    ),
+    (
+        "counter",
+        "adapter_evictions",
+        "LoRA adapters removed from memory to make room for others.",
+        of_adapters("num_evictions"),
+    ),
 )
 """Kind, name, help, and a function that reads the value: None if the engine does not have the metric."""
 
@@ -121,21 +201,21 @@ METRICS_BY_LABEL: tuple[tuple[str, str, str, str, Callable[[EngineStats], Mappin
     (
         "gauge",
         "num_requests_waiting_by_reason",
-        "Requests that wait: `capacity` for room in a step, or for what else they need.",
+        "Requests that are waiting, by what for: `capacity` is room in a step.",
         "reason",
         lambda s: s.num_waiting_by_reason,
     ),
     (
         "gauge",
         "engine_sleep_state",
-        "1 for the state that it is in.",
+        "Sleep state of the engine: 1 for the state that it is in.",
         "sleep_state",
         lambda s: {state: float(s.sleep_level == level) for level, state in enumerate(_SLEEP_STATES)},
     ),
     (
         "counter",
         "prompt_tokens_by_source",
-        "Prompt tokens by where their keys and values came from.",
+        "Prompt tokens, by where their keys and values came from.",
         "source",
         lambda s: {
             "local_compute": s.num_prompt_tokens - s.num_cached_prompt_tokens,
@@ -161,7 +241,7 @@ def _step_tokens(stats: EngineStats) -> Counted:
 
 
 ENGINE_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[EngineStats], Counted | None]], ...] = (
-    ("iteration_tokens_total", "Tokens of a step.", tuple(map(float, STEP_TOKEN_BOUNDS)), _step_tokens),
+    ("iteration_tokens_total", "Tokens per step of the engine.", tuple(map(float, STEP_TOKEN_BOUNDS)), _step_tokens),
     (
         "kv_block_lifetime_seconds",
         "From the allocation of a block to its eviction from the prefix cache.",
@@ -170,11 +250,11 @@ ENGINE_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[EngineStat
     ),
     (
         "kv_block_idle_before_evict_seconds",
-        "From the last use of such a block to its eviction.",
+        "From the last use of a cached block to its eviction.",
         BLOCK_TIME_BOUNDS,
         _of_blocks("idle_before_evict"),
     ),
-    ("kv_block_reuse_gap_seconds", "Between two uses of such a block.", BLOCK_TIME_BOUNDS, _of_blocks("reuse_gap")),
+    ("kv_block_reuse_gap_seconds", "Between two uses of a cached block.", BLOCK_TIME_BOUNDS, _of_blocks("reuse_gap")),
 )
 """Name, help, upper bounds, and a function that reads the counts: None if the engine does not have the metric."""
 

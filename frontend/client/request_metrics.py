@@ -40,9 +40,9 @@ REQUEST_HISTOGRAMS: Histograms = {
     "request_prefill_kv_computed_tokens": (_COUNTS, "Tokens of a request's prompt that the prefix cache did not have."),
     "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
     "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
-    "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
-    "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
-    "request_num_preemptions": ((0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), "How often a request gave way to others."),
+    "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs that a request asks for (n)."),
+    "request_params_max_tokens": (_COUNTS, "max_tokens of a request."),
+    "request_num_preemptions": ((0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), "How often a request was preempted."),
 }
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 SUCCESS = "request_success"

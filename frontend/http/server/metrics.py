@@ -53,7 +53,7 @@ _FULL = "max_num_queued_reqs"
 (max_waiting_requests)."""
 PROCESS_HISTOGRAMS: Histograms = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
-    "router_gap_seconds": (SHORT, "Of requests that lost their engine: from their last token before to the next."),
+    "router_gap_seconds": (SHORT, "For requests that lost their engine: from the last token before to the next one."),
 }
 PROCESS_COUNTERS = {
     "http_requests": "HTTP requests for completions.",
@@ -61,20 +61,23 @@ PROCESS_COUNTERS = {
     "tokens_after_disconnect": "Tokens generated for requests whose client had disconnected.",
 }
 ROUTER_COUNTERS = {
-    "router_choices": ("Requests by why the router chose their engine.", CHOICES),
+    "router_choices": ("Requests, by why the router chose their engine.", CHOICES),
     "router_migrations": ("Moves of requests to another engine, by reason.", MIGRATIONS),
-    "router_quarantined": ("Requests that ended because two engines had died with them.", ("died",)),
-    "router_prompt_tokens": ("Prompt tokens: all, expected in a prefix cache, and found there.", PROMPT_TOKENS),
+    "router_quarantined": ("Requests that were ended since two engines had died while running them.", ("died",)),
+    "router_prompt_tokens": (
+        "Prompt tokens of routed requests: all, expected in a prefix cache, and found in it.",
+        PROMPT_TOKENS,
+    ),
 }
 """By name: help text, and the values of the label `reason`."""
 _IN_FLIGHT, _UP, _CACHE = "requests_in_flight", "engine_up", "cache_config_info"
 _ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 OTHER_METRICS = {
-    _ACCEPTED: ("counter by `position`", "Draft tokens that were right, by their place in the draft."),
-    _UP: ("gauge", "Whether the engine is there."),
+    _ACCEPTED: ("counter by `position`", "Draft tokens that were accepted, by their position in the draft."),
+    _UP: ("gauge", "Whether the engine is connected."),
     _CACHE: ("gauge", "1, with the cache's shape as labels."),
-    LORA_INFO: ("gauge", "The time; its labels are the LoRA adapters of requests that wait and run."),
-    REJECTIONS: ("counter by `reason`", "Requests that found a queue full."),
+    LORA_INFO: ("gauge", "Unix time; the labels name the LoRA adapters of waiting and of running requests."),
+    REJECTIONS: ("counter by `reason`", "Requests that were rejected since a queue was full."),
     _IN_FLIGHT: ("gauge", "HTTP requests in progress."),
     **{later: ("histogram", f"The same as {name}.") for name, later in _ALSO_KNOWN_AS.items()},
 }
