@@ -315,7 +315,7 @@ class AdapterKeeper:
             was = adapter.facts
             version = self._registry.put(adapter, news.slot, news.facts)
             if was is not None and was.identity != news.facts.identity:
-                logger.warning("%s has other content than before", adapter)
+                logger.warning("the content of %s has changed since it was loaded", adapter)
             if adapter.is_registered and was != news.facts:
                 self._changed()
             self.go_on()

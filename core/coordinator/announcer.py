@@ -149,7 +149,7 @@ class CoordinatorLink:
             self._dial_again()
         if since_s is not None and now_s - since_s >= self._patience_s and self._why not in ("", self._said):
             self._said = self._why
-            logger.warning("%s; this engine is not told of there until that changes", self._why)
+            logger.warning("%s; this engine is not announced there until that changes", self._why)
 
     def _dial_again(self) -> None:
         """A coordinator at localhost may come to listen at the other loopback address than was dialled."""
@@ -168,7 +168,7 @@ class CoordinatorLink:
     def _note(self, event: int, now_s: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._said:
-                logger.warning("the coordinator at %s is there; this engine is told of", self._address)
+                logger.warning("the coordinator at %s is connected: this engine is announced there", self._address)
             self._missing_since_s, self._why, self._said = None, "", ""
             return
         if self._missing_since_s is None:
@@ -224,7 +224,7 @@ class Announcer:
                     self._announce()
                 except BaseException as error:  # without this thread coordinators would take the engine for gone
                     let_interrupts_pass(error)
-                    logger.exception("the engine could not be announced; it is tried again")
+                    logger.exception("the engine could not be announced; trying again")
                 self._hurry.wait(ANNOUNCE_EVERY_S)
                 self._hurry.clear()
             self._send(self._announcements.last())
@@ -264,7 +264,7 @@ class Announcer:
         """Announces the engine anew: a coordinator takes it for gone, and it is here."""
         entry = self._announcements.entry
         if not self._closing and (ended.address, ended.life) == (entry.address, entry.life):
-            logger.warning("a coordinator takes this engine for gone; it is announced anew")
+            logger.warning("a coordinator had lost this engine; it is announced again")
             self._announcements.renew()
             self._hurry.set()
 

@@ -132,7 +132,7 @@ class Coordinator:
                     outgoing = self.registry.receive(peer, message, time.monotonic())
                 except BaseException as error:  # no message of one peer may end the coordinator of the others
                     let_interrupts_pass(error)
-                    logger.exception("a message could not be taken")
+                    logger.exception("a message could not be received")
                     self.registry.lost(peer)
                     continue
                 self._send(outgoing)
@@ -150,7 +150,7 @@ class Coordinator:
                 except zmq.Again:
                     continue  # the peer does not read; its next Follow reports the gap
                 except CutShortError as error:
-                    logger.error("a peer is let go: %s", error)
+                    logger.error("a peer was disconnected: %s", error)
                     self.registry.lost(peer)
                 except zmq.ZMQError as error:
                     if error.errno != zmq.EHOSTUNREACH:

@@ -204,7 +204,7 @@ class Controller:
         if not self._plan.options.enable_sleep_mode:
             raise HeadraceError("this engine was started without enable_sleep_mode, so it cannot be put to sleep")
         if self.asleep:
-            logger.warning("asked to sleep, and does already (%s)", ", ".join(sorted(self.asleep)))
+            logger.warning("sleep has no effect: the engine is asleep already (%s)", ", ".join(sorted(self.asleep)))
             return
         try:
             self._executor.control(command)

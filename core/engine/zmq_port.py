@@ -269,8 +269,8 @@ class ZmqPort(Broadcaster):
                     self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
                 except BaseException as error:  # no message of one client may end the engine of the others
                     let_interrupts_pass(error)
-                    logger.exception("a message could not be taken")
-                    self._dismiss(sender, f"a message of this client could not be taken: {type(error).__name__}")
+                    logger.exception("a message could not be received")
+                    self._dismiss(sender, f"a message of this client could not be received: {type(error).__name__}")
         return True
 
     def _drop_frames(self) -> None:
@@ -365,7 +365,7 @@ class ZmqPort(Broadcaster):
         """False if the peer is gone, or if its queue is full because it does not read; then it is dismissed."""
         outcome = self._try_to_send(identity, frames)
         if outcome == _FULL and identity in self._client_of:
-            logger.warning("a client does not read its answers; it is dismissed")
+            logger.warning("a client does not read its messages and is disconnected")
             self._dismissed.add(identity)
             self._wake()
         return outcome == _SENT
@@ -383,7 +383,7 @@ class ZmqPort(Broadcaster):
         except zmq.Again:
             return _FULL
         except CutShortError as error:  # the client detects the cut message and closes its connection
-            logger.error("a client is let go: %s", error)
+            logger.error("a client was disconnected: %s", error)
             return _GONE
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:

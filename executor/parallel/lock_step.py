@@ -324,7 +324,7 @@ class LockStep:
                 f"rank {self._rank} cannot go on: {self._named(self._ask_missing())} did not come to a step within "
                 f"{DEADLINE_S:g} s"
             )
-        logger.warning("all have come to the step, after %.1f s", SUSPECT_AFTER_S + time.monotonic() - since_s)
+        logger.warning("all engines have joined the step, after %.1f s", SUSPECT_AFTER_S + time.monotonic() - since_s)
 
     def _ask_missing(self) -> tuple[int, ...]:
         self._missing = None

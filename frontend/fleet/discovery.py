@@ -93,7 +93,7 @@ class Discovery:
                     self.carry_out(change)
             except BaseException as error:  # without this task no engine would ever be found again
                 let_interrupts_pass(error)
-                logger.exception("what coordinators told could not be carried out")
+                logger.exception("what a coordinator reported could not be applied")
             self._follow()
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -141,7 +141,7 @@ class Discovery:
             return  # it is for engines
         if address in self._missed:
             self._missed.discard(address)
-            logger.info("the coordinator at %s is there again", address)
+            logger.info("the coordinator at %s is connected again", address)
         for change in self.directory.take(address, message, time.monotonic()):
             self.carry_out(change)
         self._follow()

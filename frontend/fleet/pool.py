@@ -324,7 +324,7 @@ class EnginePool(RoutedRequests):
         if engine.failure is not None:
             self._on_return(engine.source.address)
         elif engine.source.is_own and self.started.is_set():
-            logger.info("%s at %s is there", engine.name, engine.source.address)
+            logger.info("%s at %s is connected", engine.name, engine.source.address)
         engine.client, engine.failure = client, None
         self._last_client = self._last_client or client
         if engine.hold is not None:
@@ -401,4 +401,4 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
 
 
 def _say_returned(address: str) -> None:
-    logger.warning("the engine at %s is there again", address)
+    logger.warning("the engine at %s is connected again", address)

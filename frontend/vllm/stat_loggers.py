@@ -231,7 +231,7 @@ class StatLoggers:
             try:
                 getattr(each, method)(*arguments)
             except BaseException:  # SystemExit too, as this is not the user's thread
-                logger.exception("%s.%s failed; it is told nothing any more", type(each).__name__, method)
+                logger.exception("%s.%s failed; it is not called any more", type(each).__name__, method)
                 self.loggers.remove(each)
 
 

@@ -96,7 +96,7 @@ def test_an_engine_says_once_that_its_coordinator_is_not_there_and_that_it_is(ca
         wait_until(lambda: f"no coordinator listens at {address}; this engine" in caplog.text, 30, "the warning")
         with coordinator(address) as back:
             wait_until(lambda: bool(list(back.registry.addresses)), 20, "the engine to be known")
-            wait_until(lambda: f"the coordinator at {address} is there" in caplog.text, 30, "the good news")
+            wait_until(lambda: f"the coordinator at {address} is connected" in caplog.text, 30, "the good news")
     assert caplog.text.count("no coordinator listens") == 1
 
 

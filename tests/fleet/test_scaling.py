@@ -109,7 +109,7 @@ def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixtu
         assert main(["scale", "2", "--url", server.url]) == 0
         assert "Scaled to 2" in capsys.readouterr().out
         assert metric(client, "headrace:engine_up") == 2
-        server.wait_log(r"engine [01] at ipc://\S+ is there\n")
+        server.wait_log(r"engine [01] at ipc://\S+ is connected\n")
 
 
 @pytest.mark.system

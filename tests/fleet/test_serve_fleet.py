@@ -86,7 +86,7 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
             server.wait_log(r"engine [01] at ipc://\S+ says nothing; it may be stopped")
             victim.send_signal(signal.SIGCONT)
             again = pool.submit(stream, server, 1)
-            server.wait_log(r"engine [01] at ipc://\S+ is well again: it was silent")
+            server.wait_log(r"engine [01] at ipc://\S+ has recovered: it was silent")
             assert again.result(60) == expected[1]
 
 

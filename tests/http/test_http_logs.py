@@ -82,7 +82,7 @@ def test_the_server_tells_cache_load_and_requests() -> None:
 def test_every_line_has_one_form_with_the_date_also_of_a_death_and_a_return() -> None:
     with serving("--enable-log-requests", "--restart-engine", "2", "--log-stats-interval", "0.2") as server:
         engine_of(server).kill()
-        server.wait_log("the engine has ended: (.|\n)*starting the engine again(.|\n)*is there again")
+        server.wait_log("the engine has ended: (.|\n)*starting the engine again(.|\n)*is connected again")
         with server.client() as client:
             client.get("/health")
             client.get("/metrics")

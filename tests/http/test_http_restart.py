@@ -94,7 +94,7 @@ def test_servers_attach_again_to_an_engine_that_is_started_anew_at_its_address(t
         for path in ("/health/ready", "/v1/models"):
             wait_until_all(server, path, 200)
         assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
-        server.wait_log(f"the engine at {address} is there again")
+        server.wait_log(f"the engine at {address} is connected again")
         server.signal()
         assert server.wait_exit() == 0
         assert server.log.count("the engine has ended: ") == 1, "one of several processes tells, once"
@@ -128,7 +128,7 @@ def test_an_attached_engine_that_was_stopped_for_longer_than_the_peer_timeout_is
         server.wait_log("the engine has ended: .* is stopped, by a signal or a debugger")
         assert client.get("/health/ready").status_code == 503
         os.kill(engine.pid, signal.SIGCONT)
-        server.wait_log(f"the engine at {address} is there again")
+        server.wait_log(f"the engine at {address} is connected again")
         assert client.post(COMPLETIONS, json=asked).json()["choices"][0]["text"] == expected
         assert metric(client, "headrace:num_requests_running") == 0, "what it had at its stop has ended"
 
@@ -152,7 +152,7 @@ def test_an_engine_is_started_again_when_that_was_asked_for(processes):
         wait_until(served, 20, "the engine's return")
         assert {answer.status_code for answer in answers[:-1]} <= {503}
         if processes == "1":
-            server.wait_log("is there again")
+            server.wait_log("is connected again")
             phases = re.findall(r" s\] (engine: .*)", server.log)
             assert len(phases) == 2 * len(set(phases)), "the last phase of a start ends with it"
         server.signal()

@@ -127,7 +127,7 @@ def test_a_client_whose_request_could_not_be_taken_does_not_wait_for_it() -> Non
         with WireClient(port.address) as client, WireClient(port.address) as other:
             wait_until(lambda: port.clients == [1, 2], 30, "the port knows both, which it has answered")
             client.add(1, [5, 6])
-            assert "could not be taken: MemoryError" in client.receive(Dismissed).failure.message
+            assert "could not be received: MemoryError" in client.receive(Dismissed).failure.message
             assert inbox.get(timeout=5) == (1, ClientGone())
             assert port.clients == [2]
             port.send(2, SMALL)

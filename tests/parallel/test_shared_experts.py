@@ -138,7 +138,7 @@ def test_those_that_keep_a_step_waiting_are_named_and_waited_for(
             wait_until(lambda: caplog.text.count("a step waits for") == 2, LIMIT_S, "the warnings")
             assert caplog.text.count(f"a step waits for the engine of data_parallel_rank 1 (pid {os.getpid()})") == 2
             assert second.step(2) == steps[0].result(LIMIT_S) == steps[1].result(LIMIT_S) == (5, 2, 0)
-            assert caplog.text.count("all have come to the step") == 2
+            assert caplog.text.count("all engines have joined the step") == 2
             monkeypatch.setattr(lock_step, "DEADLINE_S", 0.05)
             late = r"data_parallel_rank 0 \(pid \d+\) and .* 2 \(pid \d+\) did not come to a step within 0\.05 s"
             with pytest.raises(PeerError, match=late):

@@ -253,7 +253,7 @@ def say_engine_ended(failure: Failure) -> None:
 
 
 def say_engine_returned(address: str) -> None:
-    say(f"the engine at {address} is there again")
+    say(f"the engine at {address} is connected again")
 
 
 def say_ready(phases: PhaseLog, url: str, options: ServeOptions) -> None:
