@@ -62,9 +62,9 @@ Check = Callable[[str, Any], str | None]
 
 def out_of_range(message: msgspec.Struct) -> str | None:
     """The first field of the message, or of a struct in it, that lies outside its declared range, as a sentence."""
-    for name, check in checks_of(type(message)):
-        problem = check(name, getattr(message, name))
-        if problem is not None:
+    for name, default, check in checks_of(type(message)):
+        value = getattr(message, name)
+        if value != default and (problem := check(name, value)) is not None:
             return problem
     return None
 
@@ -104,10 +104,12 @@ def names_marked(kind: type[msgspec.Struct], mark: object) -> tuple[str, ...]:
 
 
 @functools.cache
-def checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
-    """What `out_of_range` checks of such a message. Made at the first call, those of structs in it too."""
+def checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any, Check], ...]:
+    """What `out_of_range` checks of such a message: of fields with another value than the default. Made at the first
+    call, those of structs in it too."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
     checks = ((name, _check_of(hint)) for name, hint in typing.get_type_hints(kind, include_extras=True).items())
-    return tuple((name, check) for name, check in checks if check is not None)
+    return tuple((name, defaults[name], check) for name, check in checks if check is not None)
 
 
 def _check_of(hint: Any) -> Check | None:

@@ -174,19 +174,18 @@ class Admission:
             wanted = self._vocab_size if count == -1 else count
             if wanted is not None and not 0 <= wanted <= most:
                 return self.refusal(f"{FIELD}.{name} is {count}; this engine's max_logprobs is {self._max_logprobs}")
-        return self._check_extra_args(sampling) or self._check_token_rules(sampling)
-
-    def _check_extra_args(self, sampling: Sampling) -> Failure | None:
         if sampling.extra_args and not self._reads_extra_args:
             return self.refusal(
                 f"{FIELD}.extra_args has {', '.join(sampling.extra_args)}, and this engine has no logits processors to "
                 "read them: start it with logits_processors"
             )
-        return None
+        return self._check_token_rules(sampling)
 
     def _check_token_rules(self, sampling: Sampling) -> Failure | None:
         for name in self._token_fields:
-            outside = next((each for each in _token_ids(getattr(sampling, name)) if each >= self._vocab_size), None)
+            if not (value := getattr(sampling, name)):
+                continue
+            outside = next((each for each in _token_ids(value) if each >= self._vocab_size), None)
             if outside is not None:
                 return self.refusal(
                     f"{FIELD}.{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens"

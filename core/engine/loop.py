@@ -188,7 +188,7 @@ class Loop:
         for feature in (self._drafting, *states, *limits, *installed_features()):
             self.scheduler.add_feature(feature)
         self._output_builder = OutputBuilder(self.scheduler)
-        logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
+        logger.info("up to %d steps in flight: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self.stages = Stages(self.scheduler.schedule, executor.submit, executor.collect, self._deliver)
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
@@ -381,7 +381,7 @@ class Loop:
                 if not self._inbox.empty():
                     return  # a request does not wait for it
         except InconsistentError as error:
-            logger.error("the audit of the idle engine found: %s; its cache is begun anew", error)
+            logger.error("the audit of the idle engine found: %s; the prefix cache is cleared", error)
             self.scheduler.forget_blocks()
             self.scheduler.check()
         self._audited_steps = self._statistics.num_steps

@@ -93,23 +93,25 @@ class Inbox:
 
     def __init__(self, max_client_bytes: int = 256 << 20) -> None:
         self._max_client_bytes = max_client_bytes
-        self._arrived: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
-        self._sorted: dict[int, collections.deque[InboxMessage]] = {}  # by client; the next one to be served is first
+        self._arrived: queue.SimpleQueue[tuple[int, InboxMessage, int]] = queue.SimpleQueue()  # with its bytes
+        self._sorted: dict[int, collections.deque[tuple[InboxMessage, int]]] = {}
+        """By client; the next one to be served is first."""
         self._num_sorted = 0
         self._put_bytes: dict[int, int] = {}  # by client
         self._taken_bytes: dict[int, int] = {}
 
     def put(self, item: InboxItem) -> None:
         """Puts a message, without a limit. Client 0 is the engine itself."""
-        self._arrived.put(item)
+        self._arrived.put((*item, 0))
 
     def offer(self, client: int, message: InboxMessage) -> bool:
         """Puts a client's message. Returns False, and drops it, if the client would exceed its limit."""
-        put_bytes = self._put_bytes.get(client, 0) + _size_bytes(message)
+        size_bytes = _size_bytes(message)
+        put_bytes = self._put_bytes.get(client, 0) + size_bytes
         if put_bytes - self._taken_bytes.get(client, 0) > self._max_client_bytes:
             return False
         self._put_bytes[client] = put_bytes
-        self.put((client, message))
+        self._arrived.put((client, message, size_bytes))
         return True
 
     def empty(self) -> bool:
@@ -122,11 +124,11 @@ class Inbox:
     def get(self, timeout: float | None = None) -> InboxItem:
         """The next message; waits for one. Raises queue.Empty after `timeout` seconds."""
         while not self._arrived.empty():
-            self._sort(self._arrived.get())
+            self._sort(*self._arrived.get())
         if not self._sorted:
-            self._sort(self._arrived.get(timeout=timeout))
+            self._sort(*self._arrived.get(timeout=timeout))
         client, messages = next(iter(self._sorted.items()))
-        message = messages.popleft()
+        message, size_bytes = messages.popleft()
         self._num_sorted -= 1
         del self._sorted[client]
         if messages:
@@ -134,13 +136,12 @@ class Inbox:
         if isinstance(message, ClientGone):
             self._put_bytes.pop(client, None)
             self._taken_bytes.pop(client, None)
-        elif client:  # 0 is the engine itself
-            self._taken_bytes[client] = self._taken_bytes.get(client, 0) + _size_bytes(message)
+        elif size_bytes:
+            self._taken_bytes[client] = self._taken_bytes.get(client, 0) + size_bytes
         return client, message
 
-    def _sort(self, item: InboxItem) -> None:
-        client, message = item
-        self._sorted.setdefault(client, collections.deque()).append(message)
+    def _sort(self, client: int, message: InboxMessage, size_bytes: int) -> None:
+        self._sorted.setdefault(client, collections.deque()).append((message, size_bytes))
         self._num_sorted += 1
 
 

@@ -55,6 +55,7 @@ MOST_STEPS_PASSED = 64
 """A request beside the queue is passed in at most so many steps; then none is admitted before it."""
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_propose", "_seal", "_extend")
 """Stages. A derived class that overrides one gets no repeated plans, so that its stages run in every step."""
+_HOOKS = {name: default for name, default in vars(StepFeature).items() if callable(default)}
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +156,8 @@ class Scheduler:
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # the last step that computed each row, for `in_turn`
         self.features: list[StepFeature] = []
         """In the order in which their hooks are called."""
-        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _HOOKS}
+        """By name, those of the features that have it."""
         self._failed: dict[Request, str] = {}
 
     def add_feature(self, feature: StepFeature) -> None:
@@ -164,13 +166,8 @@ class Scheduler:
         feature.bind(Context(self.rows, self.tables, self.features, self._hashes, self._failed.setdefault))
         self._hooks = {
             name: [getattr(each, name) for each in self.features if getattr(type(each), name) is not default]
-            for name, default in vars(StepFeature).items()
-            if callable(default)
+            for name, default in _HOOKS.items()
         }
-
-    def _hook(self, name: str) -> list[Callable[..., Any]]:
-        """The hook of each feature that has it."""
-        return self._hooks.get(name, [])
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -258,7 +255,7 @@ class Scheduler:
                 last_step = self._last_step[decodes]
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
             if self.num_in_flight:
-                for waits in self._hook("waits"):
+                for waits in self._hooks["waits"]:
                     if (waiting := waits(decodes)) is not None:
                         decodes = decodes[~waiting]
             full = decodes[table.num_computed_tokens[decodes] >= tables.num_blocks[decodes] * tables.block_size]
@@ -297,7 +294,7 @@ class Scheduler:
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
             if self._is_refused_still(request) or most == 0:
                 break
-            if any(bars(request) for bars in self._hook("bars")):
+            if any(bars(request) for bars in self._hooks["bars"]):
                 if request.num_passed >= MOST_STEPS_PASSED or num_aside == LOOKED_PAST:
                     break
                 self.waiting.set_aside()
@@ -305,7 +302,7 @@ class Scheduler:
                 continue
             most -= 1
             hit = self._look_up(request)
-            if any(postpones(request, hit) for postpones in self._hook("postpones")):
+            if any(postpones(request, hit) for postpones in self._hooks["postpones"]):
                 postponed.append(self.waiting.pop())
                 if len(postponed) == PASSED_OVER:
                     break
@@ -327,7 +324,7 @@ class Scheduler:
             table.num_computed_tokens[row] = num_cached
             builder.admit(row, num_cached)
             num_passed = num_aside
-            for enter in self._hook("enter"):
+            for enter in self._hooks["enter"]:
                 enter(row)
             if request.num_preemptions == 0:
                 self.num_prompt_tokens += len(request.token_ids)  # includes output of another engine, if it migrated
@@ -359,7 +356,7 @@ class Scheduler:
 
     def _propose(self, builder: PlanBuilder) -> None:
         """Lets features lengthen decodes."""
-        for propose in self._hook("propose"):
+        for propose in self._hooks["propose"]:
             propose(builder)
 
     def _seal(self, builder: PlanBuilder) -> StepPlan:
@@ -371,7 +368,7 @@ class Scheduler:
         self._publish_full(builder.decodes)
         table.num_tokens[plan.rows[plan.sampled]] += 1
         self._is_provisional[builder.lengthened] = True
-        for seal in self._hook("seal"):
+        for seal in self._hooks["seal"]:
             plan = seal(plan)
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
@@ -385,7 +382,7 @@ class Scheduler:
 
     def _repeat(self, plan: StepPlan) -> RepeatedDecode | None:
         """Plans that repeat this one, which computed only decodes. None if a feature has something to do before."""
-        quiet = [steps for hook in self._hook("quiet_steps") if (steps := hook(plan)) is not None]
+        quiet = [steps for hook in self._hooks["quiet_steps"] if (steps := hook(plan)) is not None]
         if 0 in quiet:
             return None
         repeated = [(feature, each) for feature in self.features if (each := feature.repeated(plan)) is not None]
@@ -423,7 +420,7 @@ class Scheduler:
         table.num_known_tokens[rows] = known_now
         if result.counts is not None:
             self._roll_back(rows, known, known_now)
-        for take in self._hook("take"):
+        for take in self._hooks["take"]:
             take(result)
         if self.hasher is not None and self.num_in_flight:
             # A step in flight computes the last token of these blocks. They can be named only now that it is known.
@@ -455,7 +452,7 @@ class Scheduler:
             yield Ended(request, FinishReason.STOP, None)
 
     def _follow(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed | None:
-        return together([follow(row_of, token_ids, ends) for follow in self._hook("follow")])
+        return together([follow(row_of, token_ids, ends) for follow in self._hooks["follow"]])
 
     def _roll_back(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray) -> None:
         """Sets `num_tokens` and `num_computed_tokens` of rows whose decode a feature lengthened to what the result
@@ -559,7 +556,7 @@ class Scheduler:
     def _leave(self, row: int) -> Request:
         self.settle(ended=True)
         self._is_provisional[row] = False
-        for leave in self._hook("leave"):
+        for leave in self._hooks["leave"]:
             leave(row)
         self.tables.release(row)
         self._released.append(row)

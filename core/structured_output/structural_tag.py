@@ -60,11 +60,6 @@ def format_of(tag: Any) -> Any:
     return {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}
 
 
-def _schema_of(structure: Structure) -> Any:
-    is_text = isinstance(structure.schema, str)
-    return json.loads(structure.schema, parse_float=read_float) if is_text else structure.schema
-
-
 def with_schemas(form: Any, change: Callable[[Any], Any]) -> Any:
     """Applies `change` to all JSON schemas of a format."""
     return _with_parts(form, _SCHEMA, _SCHEMA, change)

@@ -30,6 +30,7 @@ from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
 from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.request.checks import check
@@ -48,7 +49,7 @@ from headrace.frontend.request.prompts import (
 )
 from headrace.frontend.text.template_renderer import renderer, without_blocking
 from headrace.frontend.tracing.options import take_traces
-from headrace.frontend.tracing.tracer import CONTEXT_HEADERS, tracer_of
+from headrace.frontend.tracing.tracer import CONTEXT_HEADERS, tracer_of, with_trace
 from headrace.frontend.vllm.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
 from headrace.frontend.vllm.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
@@ -57,7 +58,6 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestE
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
-    from headrace.frontend.request.checks import CheckedRequest
     from headrace.frontend.text.chat_template import Message
     from headrace.frontend.tracing.tracer import Origin, Tracer
     from headrace.frontend.vllm.engine_keywords import EngineOptions
@@ -232,7 +232,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
         await client.adapters.give([parsed], lora_request)
         name = str(next(self._request_ids)) if request_id is None else request_id
-        stream: Any = client.submit(_traced(check(name, parsed, params, client, priority), origin))
+        stream: Any = client.submit(with_trace(check(name, parsed, params, client, priority), origin))
         try:
             async for output in stream:
                 yield output
@@ -270,7 +270,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         client = await self._ready()
         name = str(next(self._request_ids)) if request_id is None else request_id
         if name in self._sessions:
-            raise InvalidRequestError(f"a request with the id {name!r} is running; ids must be unique")
+            raise id_in_use(name)
 
         async def prompt_of(piece: Any) -> Prompt:
             parsed = parse_single_prompt(piece)
@@ -308,7 +308,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         (params,) = params_for(sampling_params, client.welcome, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
         affinity = ANYWHERE if rank is None else Affinity(rank=rank)
-        return client.submit(_traced(check(name, parsed, params, client, priority), origin), affinity=affinity)
+        return client.submit(with_trace(check(name, parsed, params, client, priority), origin), affinity=affinity)
 
     def _origin(self, headers: Mapping[str, str] | None) -> Origin | None:
         """Of a request that has just arrived, with these headers; None if this object exports no traces."""
@@ -572,10 +572,6 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = D
         await asyncio.to_thread(tokenize, [prompt], client, how)
     else:
         await without_blocking(lambda: tokenize([prompt], client, how))
-
-
-def _traced(request: CheckedRequest, origin: Origin | None) -> CheckedRequest:
-    return request if origin is None else origin.tracer.traced(request, origin)
 
 
 def _stop_engines(process_id: int, client: EnginePool, tracer: Tracer | None) -> None:

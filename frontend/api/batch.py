@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.request.checks import CheckedRequest, check, checked_priority
@@ -58,10 +56,10 @@ def checked_requests(
     requests = []
     for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
         try:
-            requests.append(check("", prompt, each, client, rank))
+            requests.append(check(str(next(ids)), prompt, each, client, rank))
         except InvalidRequestError as error:
             raise _naming(index, len(prompts), error) from error
-    return [msgspec.structs.replace(request, name=str(next(ids))) for request in requests]
+    return requests
 
 
 class RequestBatch(RequestListener):

@@ -214,7 +214,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
     ) -> list[CheckedRequest]:
         params = params_for(sampling_params, self._client.welcome, len(prompts), RequestOutputKind.FINAL_ONLY)
         requests = checked_requests(self._client, prompts, params, priority, self._request_ids)
-        return [self._traced(request) for request in requests]
+        return requests if self._tracer is None else [self._traced(request) for request in requests]
 
     def _traced(self, request: CheckedRequest) -> CheckedRequest:
         """The request, with a trace if this object exports traces."""

@@ -28,7 +28,6 @@ from headrace.ipc.failure import (
     EngineDeadError,
     Failure,
     HeadraceError,
-    InvalidRequestError,
     QueueFullError,
     let_interrupts_pass,
 )
@@ -163,7 +162,8 @@ class CoreClient(AsyncControls):
         self.tokenizer = Tokenizer(bundle)
 
     def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream:
-        """Sends a request that was checked. listener: hears of it, besides the reader of the stream.
+        """Sends a request that was checked, whose id no running one has. listener: hears of it, besides the reader of
+        the stream.
 
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
@@ -173,8 +173,6 @@ class CoreClient(AsyncControls):
             raise QueueFullError.from_failure(
                 Failure(message=why, type="QueueFullError", process="client", phase="submit", retry_after_s=1.0)
             )
-        if request.name in self.requests:
-            raise id_in_use(request.name)
         if request.priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
             self._has_warned_of_priority = True
             logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")
@@ -363,7 +361,3 @@ class CoreClient(AsyncControls):
                     "same version on both sides"
                 )
             )
-
-
-def id_in_use(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"a request with the id {name!r} is running; ids must be unique")

@@ -72,13 +72,21 @@ class RequestTable:
         return len(self._streams)
 
     def add(self, stream: RequestStream) -> None:
-        """Sends a new request, in one slot per output (`n`).
+        """Sends a request, in one slot per output (`n`) that is not finished.
 
         Raises InvalidRequestError for a value that no message can hold; nothing of the request is left then.
         """
         stream.interval = stream.params.stream_interval or self.stream_interval
+        first, self._next_slot = self._next_slot, self._next_slot + stream.params.n
+        self._streams[stream.request_id] = stream
+        stream.table = self
+        for sequence in stream.sequences:
+            sequence.slot = first + sequence.index
+            if sequence.finish_reason is None:
+                self._sequences[sequence.slot] = sequence
         try:
-            self._send_all(stream)
+            for message in _messages_of(stream, self.adapters):
+                self._send(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._drop(stream)
             if isinstance(error, InvalidRequestError):
@@ -91,10 +99,9 @@ class RequestTable:
     def adopt(self, stream: RequestStream) -> None:
         """Takes over a request that another table has released; this core continues it where the other stopped."""
         try:
-            self._send_all(stream)
+            self.add(stream)
         except BaseException as error:
             let_interrupts_pass(error)
-            self._drop(stream)
             why = "no memory to move" if isinstance(error, MemoryError) else "it was not possible to move"
             stream.fail(RequestFailedError(f"{why} the request to another engine: {error}"))
 
@@ -112,18 +119,6 @@ class RequestTable:
         for stream in streams:
             stream.table = None
         return streams
-
-    def _send_all(self, stream: RequestStream) -> None:
-        """Adds a request, and sends a message for each of its unfinished outputs."""
-        first, self._next_slot = self._next_slot, self._next_slot + stream.params.n
-        self._streams[stream.request_id] = stream
-        stream.table = self
-        for sequence in stream.sequences:
-            sequence.slot = first + sequence.index
-            if sequence.finish_reason is None:
-                self._sequences[sequence.slot] = sequence
-        for message in _messages_of(stream, self.adapters):
-            self._send(message)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""

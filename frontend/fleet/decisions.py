@@ -52,7 +52,7 @@ class Affinity(msgspec.Struct, frozen=True):
 ANYWHERE = Affinity()
 
 
-class Work(Protocol):
+class RequestProgress(Protocol):
     """The progress of a request, as the router reads it."""
 
     @property
@@ -72,27 +72,14 @@ class Work(Protocol):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The Work of a request that does not run: it is not sent yet, or it has ended."""
+    """That of a request that does not run: it is not sent yet, or it has ended."""
 
     num_tokens: int = 0
     first_token_s: float | None = None
     num_cached_tokens: int | None = None
 
 
-class Losses:
-    """Counts events of a request in a row: a token generated between two events resets the count."""
-
-    __slots__ = ("_num_tokens", "_times")
-
-    def __init__(self) -> None:
-        self._times = self._num_tokens = 0
-
-    def note(self, num_tokens: int) -> None:
-        self._times = self.in_a_row(num_tokens) + 1
-        self._num_tokens = num_tokens
-
-    def in_a_row(self, num_tokens: int) -> int:
-        return self._times if num_tokens <= self._num_tokens else 0
+NO_PROGRESS = Progress()
 
 
 class RoutedRequest:
@@ -100,11 +87,9 @@ class RoutedRequest:
 
     __slots__ = (
         "_arrival",
-        "_deaths",
-        "_moves",
+        "_events",
         "_names",
         "_names_weights",
-        "_suspicions",
         "expected_cached_tokens",
         "member",
         "model",
@@ -128,7 +113,7 @@ class RoutedRequest:
     def __init__(
         self,
         model: str,
-        work: Work,
+        work: RequestProgress,
         *,
         num_prompt_tokens: int,
         tokens: bytes | memoryview = b"",
@@ -147,7 +132,7 @@ class RoutedRequest:
         self.member: Member | None = None
         self.version: str | None = None  # model version of the engine that began it, on which it must continue
         self.num_migrations = 0
-        self._moves, self._deaths, self._suspicions = Losses(), Losses(), Losses()
+        self._events: dict[str, tuple[int, int]] = {}  # how often in a row, after how many tokens
         self.placed_s = 0.0
         self.tokens_seen = 0  # num_tokens at the last tick
         self.seen_s: float | None = None  # time of its last new tokens; None before the first, infinite after a move
@@ -176,12 +161,12 @@ class RoutedRequest:
     def moves_without_token(self) -> int:
         """How often it was moved since its last token. A stream that continues on each engine may be moved any number
         of times."""
-        return self._moves.in_a_row(self.work.num_tokens)
+        return self._in_a_row("move")
 
     @property
     def deaths_without_token(self) -> int:
         """How many engines died while running it, since its last token: a request kills each at the same point."""
-        return self._deaths.in_a_row(self.work.num_tokens)
+        return self._in_a_row("death")
 
     @property
     def is_suspect(self) -> bool:
@@ -191,17 +176,25 @@ class RoutedRequest:
     @property
     def suspicions_without_token(self) -> int:
         """How often it was moved off an engine that was only suspected, since its last token."""
-        return self._suspicions.in_a_row(self.work.num_tokens)
+        return self._in_a_row("suspicion")
+
+    def _in_a_row(self, event: str) -> int:
+        """A token that is generated between two events begins a new row."""
+        times, num_tokens = self._events.get(event, (0, 0))
+        return times if self.work.num_tokens <= num_tokens else 0
 
     def note_suspicion(self) -> None:
-        self._suspicions.note(self.work.num_tokens)
+        self._note("suspicion")
 
     def note_move(self) -> None:
         self.num_migrations += 1
-        self._moves.note(self.work.num_tokens)
+        self._note("move")
 
     def note_death(self) -> None:
-        self._deaths.note(self.work.num_tokens)
+        self._note("death")
+
+    def _note(self, event: str) -> None:
+        self._events[event] = (self._in_a_row(event) + 1, self.work.num_tokens)
 
 
 class Move(msgspec.Struct, frozen=True):

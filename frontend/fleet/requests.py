@@ -20,19 +20,18 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace.frontend.client.client import id_in_use
 from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_metrics import Meters, RequestCounts
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.fleet.decisions import (
     ANYWHERE,
+    NO_PROGRESS,
     Affinity,
     AllFullError,
     Decision,
     Fail,
     Move,
     NoEngineError,
-    Progress,
     RoutedRequest,
 )
 from headrace.frontend.fleet.engine import Engine
@@ -66,8 +65,8 @@ _ERRORS: dict[str, type[HeadraceError]] = {
 _LONGEST_CAUSE = 200
 _AILMENTS = {
     "silent": "says nothing; it may be stopped",
-    "stalled": "speaks, and brings no tokens",
-    "slow": "takes many times longer than its kind",
+    "stalled": "responds, but generates no tokens",
+    "slow": "is many times slower than the other engines",
 }
 
 
@@ -135,7 +134,7 @@ class RoutedRequests(Engines, RequestListener):
         token_ids = prompt.token_ids or ()
         routed = RoutedRequest(
             model,
-            Progress(),
+            NO_PROGRESS,
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
             prefix_key=PrefixKey(prompt.cache_salt, adapters=self.adapters.key_of(prompt), inputs=prompt.inputs),
@@ -325,11 +324,15 @@ class HealthLog:
             logger.info("%s at %s %s, and gets no requests meanwhile", engine, address, _AILMENTS[unhealthy_reason])
         else:
             del self._ill[engine]
-            logger.info("%s at %s is well again: it was %s", engine, address, had)
+            logger.info("%s at %s has recovered: it was %s", engine, address, had)
 
     def forget(self, engine: str) -> None:
         """Call when the engine has ended."""
         self._ill.pop(engine, None)
+
+
+def id_in_use(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"a request with the id {name!r} is running; ids must be unique")
 
 
 def summary(decisions: Sequence[Decision]) -> str:

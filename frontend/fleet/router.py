@@ -21,7 +21,7 @@ import itertools
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -86,11 +86,11 @@ class Router:
         self.num_quarantined = 0
         self.num_expected_cached_tokens = self.num_cached_tokens = self.num_prompt_tokens = 0
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """All counters, by kind and reason."""
+    def counts(self) -> dict[str, Mapping[str, int]]:
+        """All counters, by kind and reason. A reason that has not occurred yet may be missing."""
         return {
-            "choices": {reason: self.choices[reason] for reason in CHOICES},
-            "migrations": {reason: self.migrations[reason] for reason in MIGRATIONS},
+            "choices": self.choices,
+            "migrations": self.migrations,
             "quarantined": {"died": self.num_quarantined},
             "prompt_tokens": {
                 "all": self.num_prompt_tokens,

@@ -71,9 +71,9 @@ _CURRENT: contextvars.ContextVar[Origin | None] = contextvars.ContextVar("origin
 """Of the request that a task handles; None if it is not traced."""
 
 
-def with_trace(request: CheckedRequest) -> CheckedRequest:
-    """The request, whose spans are exported once it has ended if the task's request is traced."""
-    origin = _CURRENT.get()
+def with_trace(request: CheckedRequest, origin: Origin | None = None) -> CheckedRequest:
+    """The request, whose spans are exported once it has ended if it comes from an `origin`, by default the task's."""
+    origin = origin or _CURRENT.get()
     return request if origin is None else origin.tracer.traced(request, origin)
 
 

@@ -28,6 +28,7 @@ from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of
@@ -43,7 +44,6 @@ from headrace.frontend.vllm.engine_config import (
 )
 from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
 from headrace.frontend.vllm.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
-from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
@@ -205,7 +205,7 @@ class LLMEngine(OneProcess):
         """
         check_arguments("add_request", others)
         if request_id in self._running:
-            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
+            raise id_in_use(request_id)
         running = _Running(request_id)
 
         def put(item: RequestOutput | BaseException | None) -> None:

@@ -89,7 +89,6 @@ const Tiles* tiles_of_{name}(WeightType type) {{
 }}
 }}  // namespace headrace
 """
-_CASE = "    case WeightType::{type}: return &kTilesOf<{kernel}<WeightType::{type}>>;"
 _CHOICE = """\
 #include "linear/linear.h"
 namespace headrace {{

@@ -124,8 +124,7 @@ class AccessControl:
     def unknown_host(self, headers: Headers, arrival: Arrival) -> str | None:
         """The host that a request is for, if it is not known to mean this server; with API keys every host is. A client
         of HTTP/1.0 may name none, as no browser does; and no browser connects to a Unix socket."""
-        is_direct = is_local(headers, arrival) and _family(arrival) == socket.AF_UNIX
-        if self.keys.guards_clients or is_direct:
+        if self.keys.guards_clients or (_family(arrival) == socket.AF_UNIX and is_local(headers, arrival)):
             return None
         named = (_header(headers, b"host"), arrival.authority)
         return next((host for host in named if host is not None and not self._hosts.have(host)), None)

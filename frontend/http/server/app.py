@@ -96,11 +96,12 @@ class App:
             for spec in served
         )
         variants = [spec for spec in state.routes if spec.header is not None]
-        routes = [
-            Route(spec.path, _Endpoint(spec, variants, state), methods=[spec.method])
-            for spec in state.routes
-            if spec.header is None
-        ]
+        endpoints = [(spec, _Endpoint(spec, variants, state)) for spec in state.routes if spec.header is None]
+        routes = [Route(spec.path, endpoint, methods=[spec.method]) for spec, endpoint in endpoints]
+        plain = [each for each in endpoints if "{" not in each[0].path]
+        # Of routes with the same path, the first one answers.
+        self._endpoints = {(spec.method, spec.path): endpoint for spec, endpoint in reversed(plain)}
+        """Of paths without parameters, which need no search through the routes' regular expressions."""
         state.pages.count_handlers((spec.method, spec.shown_path) for spec in state.routes if spec.is_documented)
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._specs = {spec.path: spec for spec in state.routes if spec.header is None}
@@ -137,7 +138,7 @@ class App:
             path = scope["path"].removeprefix(options.root_path)
             is_public = path in self._public and (scope["method"], path) not in self._guarded
             self._access.check(exchange, is_public=is_public)
-            await self._route(scope, receive, send)
+            await self._route(path, scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"
             if (refusal := exchange.connection.refusal) is not None and not exchange.started:
@@ -201,13 +202,17 @@ class App:
         elif (prefix := next(filter(path.startswith, self._error_bodies), None)) is not None:
             exchange.error_body = self._error_bodies[prefix]
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """path: without root_path."""
+        if (endpoint := self._endpoints.get((scope["method"], path))) is not None:
+            scope["endpoint"] = endpoint
+            await endpoint(scope, receive, send)
+            return
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
             if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
                 raise
-            path = scope["path"].removeprefix(self._state.options.root_path)
             if (missing := self._missing.mistaken(path)) is not None:
                 raise missing from None
             methods = sorted(self._methods_of(scope))

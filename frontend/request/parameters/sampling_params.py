@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
+import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -116,10 +117,11 @@ class _ChecksNames(type(msgspec.Struct)):  # type: ignore[misc]
             return super().__call__(**given)
 
 
-def refuse_unless_neutral(name: str, value: Any) -> None:
-    """For a field of NOT_SUPPORTED. Raises InvalidRequestError if the value asks for something."""
+def refuse_unless_neutral(name: str, value: Any) -> Any:
+    """The value of a field of NOT_SUPPORTED. Raises InvalidRequestError if it asks for something."""
     if value is not None and not (isinstance(value, int | float) and value in NEUTRAL.get(name, ())):
         raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; {NOT_SUPPORTED[name]}")
+    return value
 
 
 class SamplingParams(
@@ -411,7 +413,7 @@ class SamplingParams(
         msgspec.structs.force_setattr(twin, "_is_frozen", False)
         for name in _CONTAINERS:
             if isinstance(value := getattr(self, name), list | dict):
-                setattr(twin, name, value.copy())
+                msgspec.structs.force_setattr(twin, name, value.copy())
         vars(twin).update(vars(self))  # attributes that a caller set
         return twin
 
@@ -423,9 +425,13 @@ class SamplingParams(
         twin = self.clone()
         if output_kind is not None:
             twin.output_kind = output_kind
-        twin.verify()
-        msgspec.structs.force_setattr(twin, "_is_frozen", True)
-        return twin
+        twin._verify_values()
+        return twin.freeze()
+
+    def freeze(self) -> SamplingParams:
+        """Itself, whose fields can no longer be set: parameters that nobody else has need no copy."""
+        msgspec.structs.force_setattr(self, "_is_frozen", True)
+        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -481,8 +487,6 @@ class SamplingParams(
             value = getattr(self, name)
             if value is not default and (plain := check(value)) is not value:
                 setattr(self, name, plain)
-        for name in _NOT_SUPPORTED_FIELDS:
-            refuse_unless_neutral(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.structured_outputs is not None:
@@ -559,11 +563,18 @@ class SamplingParams(
 
 FIELDS = declared_fields(SamplingParams)
 """Declarations of the fields, by name."""
-_CHECKS = [(each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None]
+_CHECKS: list[tuple[str, Any, Callable[[Any], Any]]] = [
+    *((each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None),
+    *(
+        (name, default, functools.partial(refuse_unless_neutral, name))
+        for name, default in zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
+        if name in NOT_SUPPORTED
+    ),
+]
+"""Of fields with another value than the default, which the check returns, or Python's own number for it."""
 _SENT = sent_fields(FIELDS)
 _LISTS = ("allowed_token_ids", "bad_words", "dry_sequence_breakers", "logprob_token_ids", "stop", "stop_token_ids")
 _CONTAINERS = [name for name, hint in SamplingParams.__annotations__.items() if "list[" in hint or "dict[" in hint]
-_NOT_SUPPORTED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in NOT_SUPPORTED]
 
 
 OTHER_NAMES: Mapping[str, str] = types.MappingProxyType({"mirostat_mode": "mirostat"})

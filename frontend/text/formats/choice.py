@@ -53,6 +53,9 @@ class ToolChoice(NamedTuple):
         return any(tool["function"].get("strict") for tool in self.shown or ())
 
 
+NO_TOOLS = ToolChoice()
+
+
 def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     """The request's field and the error message for the first tool that is not a function with a unique name and a
     schema; None if all are valid."""

@@ -139,7 +139,8 @@ def _rendered(
     request: ChatCompletionRequest, tokenizer: Tokenizer | None, parts: ChatParts
 ) -> tuple[RenderedChat, ToolChoice]:
     choice = tool_choice_of(request.tools, request.tool_choice)
-    choice = choice._replace(always_strict=parts.options.tool_strict_level == "parameter")
+    if parts.options.tool_strict_level == "parameter":
+        choice = choice._replace(always_strict=True)
     prompt = parts.prompts.render(
         request,
         request.messages,

@@ -78,7 +78,8 @@ def sampling_params(
     options: ServeOptions,
     **chosen: Any,
 ) -> SamplingParams:
-    """A request's SamplingParams, with the model's defaults for omitted fields. Raises ApiError, InvalidRequestError.
+    """A request's SamplingParams, frozen, with the model's defaults for omitted fields. Raises ApiError,
+    InvalidRequestError.
 
     chosen: values of fields that the two APIs name differently.
     """
@@ -110,7 +111,7 @@ def sampling_params(
         params = SamplingParams(**asked)
         if (most := welcome.most_new_tokens) is not None and (params.max_tokens is None or params.max_tokens > most):
             params = SamplingParams(**{**asked, "max_tokens": most, "min_tokens": min(params.min_tokens, most)})
-        return params
+        return params.freeze()
     except InvalidRequestError as error:
         raise respelt(error, SPELLINGS) from error
 

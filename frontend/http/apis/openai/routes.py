@@ -99,9 +99,6 @@ async def _generate(
     await state.generate(exchange, decode, prepare)
 
 
-_HEADER = b"endpoint-load-metrics-format"
-
-
 async def _load_headers(engine: Engine, form: str) -> list[tuple[bytes, bytes]]:
     """The header; none for a format other than TEXT and JSON, or if the engine does not answer in time."""
     stats = await engine.stats(_LOAD_TIMEOUT_S) if form.upper() in ("TEXT", "JSON") else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.frontend.http.server.decoding.decoder import closest
 from headrace.frontend.http.server.errors import ApiError, bad_field
-from headrace.frontend.text.formats.choice import ToolChoice, Tools, wrong_tool
+from headrace.frontend.text.formats.choice import NO_TOOLS, ToolChoice, Tools, wrong_tool
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 """Known fields of a function; others are passed to the chat template, which may read them."""
@@ -23,8 +23,10 @@ def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> 
     if tools == []:
         raise bad_field("tools", "`tools` must not be an empty array: leave it out, or give those that may be called")
     check_tools(tools)
-    if choice in (None, "none"):
-        return ToolChoice(None if choice == "none" else tools)
+    if choice == "none" or (choice is None and tools is None):
+        return NO_TOOLS
+    if choice is None:
+        return ToolChoice(tools)
     if tools is None:
         raise bad_field(
             "tool_choice",
