@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 from test_tokenizer_bundle import TEXTS, auto_tokenizer, bundle_of, ids_of, open_folder, save_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
@@ -226,6 +226,47 @@ def test_a_byte_level_tokenizers_prefix_is_as_in_transformers(name: str, asked: 
     bundle, theirs = bundle_of(tmp_path), auto_tokenizer(tmp_path)
     for text in ("The mill", " The", ""):
         assert ids_of(bundle, text) == theirs.encode(text)
+
+
+def wordpiece_json(folder: Path, lowercase: bool, **config: Any) -> None:
+    """A folder with a BERT's tokenizer.json."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [*"aAeEéÉhHlLoOöÖ中文x"]
+    pieces = [*special, "hello", "Hello", *letters, *(f"##{each}" for each in letters)]
+    tokenizer = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    roles = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    write(folder, "tokenizer_config.json", {**roles, **config})
+    write(folder, "config.json", {"model_type": "bert", "dtype": "float32"})
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("name", ["BertTokenizer", "DistilBertTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"tokenize_chinese_chars": False},
+    ],
+    ids=str,
+)
+def test_berts_flags_say_how_text_is_normalised_as_in_transformers(
+    flags: dict[str, Any], name: str, lowercase: bool, tmp_path: Path
+) -> None:
+    wordpiece_json(tmp_path, lowercase, tokenizer_class=name, **flags)
+    bundle, theirs = bundle_of(tmp_path), auto_tokenizer(tmp_path)
+    for text in ("Hello", "HÉLLO", "öÖ", "x中文", "hello [MASK]"):
+        assert ids_of(bundle, text) == theirs.encode(text), text
 
 
 def test_the_tokenizers_own_end_is_found_in_each_of_its_files(tmp_path: Path, private_cache: Path) -> None:

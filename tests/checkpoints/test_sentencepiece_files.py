@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiny_models
-from test_tokenizer_bundle import TEXTS, bundle_of, ids_of, load_without_transformers
+from test_tokenizer_bundle import TEXTS, auto_tokenizer, bundle_of, ids_of, load_without_transformers
 from tokenizers import Tokenizer
 
 from headrace.executor.checkpoints.tokenizers import sentencepiece_files
@@ -131,6 +131,18 @@ def test_tokens_are_added_behind_the_pieces_and_placed_in_them(
     )
     bundle = bundle_of(folder)
     assert ids_of(bundle, "<|im_start|><|im_end|>") == [size[0], size[1] + 1]
+
+
+def test_flags_that_the_config_lists_of_a_piece_apply_as_in_transformers(
+    trained: Path, tmp_path: Path, private_cache: Path
+) -> None:
+    listed = {"2": {"content": "</s>", "special": False, "rstrip": True, "normalized": False}}
+    folder = folder_of(
+        trained, tmp_path, tokenizer_class="LlamaTokenizer", eos_token="</s>", added_tokens_decoder=listed
+    )
+    bundle, theirs = bundle_of(folder), auto_tokenizer(folder)
+    for text in ("a</s> b", "a </s>  </s>b", "</s>"):
+        assert ids_of(bundle, text) == theirs.encode(text, add_special_tokens=False), text
 
 
 @pytest.mark.parametrize(

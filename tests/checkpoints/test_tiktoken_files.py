@@ -133,6 +133,19 @@ def test_special_tokens_have_the_ids_that_the_config_gives_them(tmp_path: Path, 
     assert qwen.get_vocab_size() == 300 + 208
 
 
+def test_a_token_that_the_config_lists_as_text_is_text(tmp_path: Path, private_cache: Path) -> None:
+    """As Kimi K2's markers of calls."""
+    decoder = {
+        "300": {"content": "<|call|>", "special": False, "lstrip": True},
+        "301": {"content": "<|end|>", "special": True},
+    }
+    folder = save(tmp_path / "kimi", "TikTokenTokenizer", trained_ranks(KIMI, 300), added_tokens_decoder=decoder)
+    tokenizer = Tokenizer.from_buffer(load(folder).tokenizer_json)
+    found = tokenizer.encode("a <|call|>b<|end|>").ids
+    assert found == [ord("a"), 300, ord("b"), 301]
+    assert tokenizer.decode(found, skip_special_tokens=True) == "a<|call|>b"
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

@@ -23,8 +23,7 @@ from headrace.executor.checkpoints.sources.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.tokenizers import mistral
 from headrace.executor.checkpoints.tokenizers.converted_tokenizers import WITHOUT, cached_bundle, is_installed
 from headrace.executor.checkpoints.tokenizers.folder_templates import folder_templates
-from headrace.executor.checkpoints.tokenizers.folder_tokens import completed, folder_tokens
-from headrace.executor.checkpoints.tokenizers.prefix_flags import with_prefix_flags
+from headrace.executor.checkpoints.tokenizers.folder_tokens import completed, folder_tokens, with_listed_flags
 from headrace.executor.checkpoints.tokenizers.sentencepiece_files import (
     SentencePieceModel,
     check_pieces,
@@ -33,6 +32,7 @@ from headrace.executor.checkpoints.tokenizers.sentencepiece_files import (
     reads_ids_of,
 )
 from headrace.executor.checkpoints.tokenizers.text_ends import add_ends
+from headrace.executor.checkpoints.tokenizers.text_flags import with_text_flags
 from headrace.executor.checkpoints.tokenizers.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
 from headrace.executor.checkpoints.tokenizers.tokenizer_growth import check_growth
 from headrace.executor.checkpoints.tokenizers.tokenizer_keys import check_gguf_keys, check_tokenizer_config
@@ -143,7 +143,7 @@ def _fast(folder: Path) -> TokenizerBundle:
     path, config = folder / "tokenizer.json", _config(folder)
     tokens = folder_tokens(folder, config)
     try:
-        data = completed(with_prefix_flags(read_file(path), config), tokens)
+        data = completed(with_text_flags(read_file(path), config), tokens)
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception for every fault
@@ -166,7 +166,8 @@ def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
 
     def convert() -> TokenizerBundle:
         tokens = folder_tokens(folder, config)
-        return _bundle(folder, config, completed(tiktoken_json(folder, kind, config), tokens), tokens.roles)
+        data = with_listed_flags(tiktoken_json(folder, kind, config), config, tokens)
+        return _bundle(folder, config, completed(data, tokens), tokens.roles)
 
     return cached_bundle(f"tiktoken {_library_versions()} {kind} {_digest(folder, [folder / kind.file])}", convert)
 
@@ -233,7 +234,7 @@ def _of_sentencepiece(folder: Path, config: Mapping[str, Any], model: SentencePi
     tokens = folder_tokens(folder, config)
     roles = {**model.special_tokens, **tokens.roles}
     tokenizer = model.tokenizer(config, {token.token_id: token.text for token in tokens.listed if token.token_id})
-    data = completed(tokenizer.to_str().encode(), tokens)
+    data = completed(with_listed_flags(tokenizer.to_str().encode(), config, tokens), tokens)
     return _bundle(folder, config, _with_ends(data, config, roles), roles)
 
 

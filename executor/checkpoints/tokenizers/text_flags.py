@@ -1,4 +1,5 @@
-"""Flags of tokenizer_config.json that say where a space is put before text, applied to a tokenizer.json.
+"""Flags of tokenizer_config.json that say how text is changed before it is split, applied to a tokenizer.json: where a
+space is put before it, and whether it is written in small letters.
 
 transformers applies them in the classes below, which build their tokenizer anew; the others take it as it stands.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.tokenizers.sentencepiece_tokenizers import SPACE, Prefix, prefix_steps
@@ -14,12 +16,23 @@ from headrace.executor.checkpoints.tokenizers.sentencepiece_tokenizers import SP
 LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CohereTokenizer", "CodeGenTokenizer")
+BERT = ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer", "FunnelTokenizer", "SplinterTokenizer")
+BERT_FLAGS: Mapping[str, tuple[str, bool | None]] = MappingProxyType(
+    {
+        "do_lower_case": ("lowercase", True),
+        "strip_accents": ("strip_accents", None),
+        "tokenize_chinese_chars": ("handle_chinese_chars", True),
+    }
+)
+"""By flag, the field of a BertNormalizer, and the value of these classes without the flag."""
 
 
-def with_prefix_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
+def with_text_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
     """data: a tokenizer.json. config: content of tokenizer_config.json, whose `add_prefix_space` and, of Llama's
-    tokenizers, `legacy` decide if they are there."""
+    tokenizers, `legacy` decide if they are there; BERT's have values of their own for flags that are not."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if name in BERT:
+        return _with_bert_flags(data, config)
     asked, legacy = config.get("add_prefix_space"), config.get("legacy")
     if (asked is None and legacy is None) or name not in (*LLAMA, *BYTE_LEVEL):
         return data
@@ -34,6 +47,17 @@ def with_prefix_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
         scheme: Prefix = "never" if asked is False else "always" if legacy else "first"
         _set_prefix(content, steps, scheme)
     return data if json.dumps(content) == before else json.dumps(content, ensure_ascii=False).encode()
+
+
+def _with_bert_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
+    content = json.loads(data)
+    wanted = {field: config.get(flag, default) for flag, (field, default) in BERT_FLAGS.items()}
+    steps = [each for each in _steps(content.get("normalizer"), "normalizers") if each.get("type") == "BertNormalizer"]
+    if all(each.get(field) == value for each in steps for field, value in wanted.items()):
+        return data
+    for each in steps:
+        each |= wanted
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
