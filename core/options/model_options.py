@@ -97,7 +97,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(
             MODEL,
             "What the model does: generate tokens, or pool its hidden states into vectors; auto pools if the folder "
-            "has sentence-transformers' files, for encoders, for classifiers and with convert, and else generates",
+            "has sentence-transformers' files, for GGUF files with a pooling_type, for encoders, for classifiers and "
+            "with convert, and else generates",
             words=dict.fromkeys(("embed", "embedding", "classify", "score", "reward"), "pooling"),
         ),
     ] = "auto"

@@ -1,6 +1,7 @@
 """What a model's folder and the options say about its tasks: whether it generates, and how it pools.
 
-runner=pooling, or by rule: a folder of sentence-transformers, a model without a head, an encoder, a classifier
+runner=pooling, or by rule: a folder of sentence-transformers or a GGUF file made of one, a model without a head, an
+encoder, a classifier
 |-- a classifier's architecture         > classify, or token_classify of each token
 |-- SpladePooling                       > embed (over the vocabulary), embed_sparse
 |-- ColBERT's or pylate's settings      > token_embed
@@ -67,6 +68,7 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
         heads = (*spec.names.lm_heads, spec.names.embedding)
         spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
     by_itself = not spec.is_causal or spec.classifier is not None or causal_architecture(checkpoint.config) is not None
+    by_itself = by_itself or (options.runner != "generate" and _of_file(checkpoint) not in (None, "ALL"))
     pools = options.runner == "pooling" or (
         options.runner == "auto" and (folder is not None or by_itself or options.convert not in ("auto", "none"))
     )
@@ -176,7 +178,8 @@ def _embedding(
         raise ModelError(
             f"the folder's Pooling module makes vectors of {folder.width} values, and the model of {width}"
         )
-    tokens = config.tokens or (folder.tokens if folder is not None else "LAST" if spec.has_head else "CLS")
+    default = "LAST" if spec.has_head else "CLS"
+    tokens = config.tokens or (folder.tokens if folder is not None else _of_file(checkpoint) or default)
     if tokens not in TOKEN_POOLINGS:
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
@@ -221,6 +224,11 @@ def _embedding(
         widths=tuple(widths[kind] for kind in kinds),
     )
     return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
+
+
+def _of_file(checkpoint: Checkpoint) -> str | None:
+    """The way of pooling that a GGUF file names. Raises ModelError."""
+    return None if checkpoint.gguf is None else checkpoint.gguf.pooling
 
 
 def _outputs(

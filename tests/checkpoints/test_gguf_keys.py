@@ -156,7 +156,7 @@ def frequencies(path: Path) -> Tensor:
         ({"rope.scaling.factor": 4.0}, 4.0),
         ({"rope.scale_linear": 4.0}, 4.0),
         ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
-        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0}, 1.0),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
         ({"rope.scaling.type": "linear"}, 1.0),
         ({"rope.scaling.type": "yarn"}, 1.0),

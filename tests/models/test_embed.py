@@ -14,8 +14,12 @@ import tiny_models
 import torch
 from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file, save_file
+from tiny_gguf import save_gguf
 
 from headrace import LLM, AsyncLLM, InvalidRequestError, ModelError, OptionError, PoolingParams, SamplingParams
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.models.implementations import find_model
 
 __all__ = ["pool_for_each_rank"]  # a fixture of the tests with ranks
 
@@ -368,10 +372,6 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
 def test_what_the_folder_says_is_followed_or_refused(
     folder: Path, pooling: dict[str, Any], kinds: tuple[str, ...] | None, error: Any, why: str
 ) -> None:
-    from headrace.core.options.engine_options import Options
-    from headrace.executor.checkpoints.checkpoint import open_checkpoint
-    from headrace.executor.models.implementations import find_model
-
     as_sentence_folder(folder, pooling, *([kinds] if kinds else []))
     options = Options(model=str(folder))
     try:
@@ -384,6 +384,34 @@ def test_what_the_folder_says_is_followed_or_refused(
                 find_model(open_checkpoint(options), options)
     finally:
         as_sentence_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "tokens"),
+    [
+        (1, {}, "MEAN"),
+        (2, {}, "CLS"),
+        (3, {}, "LAST"),
+        (0, {}, None),
+        (0, {"runner": "pooling"}, "ALL"),
+        (1, {"pooler_config": {"pooling_type": "LAST"}}, "LAST"),
+        (1, {"runner": "generate"}, None),
+        (4, {"runner": "generate"}, None),
+    ],
+)
+def test_a_gguf_file_pools_as_it_says(number: int, options: dict[str, Any], tokens: str | None, tmp_path: Path) -> None:
+    path = save_gguf(tiny_models.build("qwen3"), tmp_path / "m.gguf", tokenizer={"qwen3.pooling_type": number})
+    given = Options(model=str(path), **options)
+    found = find_model(open_checkpoint(given), given).tasks.pooling
+    assert (None if found is None else found.tokens) == tokens
+
+
+@pytest.mark.parametrize("number", [4, 9])
+def test_a_gguf_files_pooling_that_is_not_computed_is_named(number: int, tmp_path: Path) -> None:
+    path = save_gguf(tiny_models.build("qwen3"), tmp_path / "m.gguf", tokenizer={"qwen3.pooling_type": number})
+    options = Options(model=str(path))
+    with pytest.raises(ModelError, match=rf"key qwen3\.pooling_type is {number}.*; 0 \(ALL\), 1 \(MEAN\), 2"):
+        find_model(open_checkpoint(options), options)
 
 
 @pytest.mark.parametrize("path", ["../1_Pooling", "1_Pooling/../../x", "/etc"])

@@ -51,7 +51,7 @@ UNUSED: Mapping[str, str] = MappingProxyType(
     {
         "vocab_size": "the embedding's shape has it",
         "tensor_data_layout": "the name of a layout that is known by the architecture",
-        "pooling_type": "of embeddings, which are not served",
+        "pooling_type": "of embeddings alone; `pooling_from_gguf` reads it",
         "rope.dimension_sections": "in text alone, time, height and width are one position",
         "rope.scaling.finetuned": "how the scaling came about",
     }

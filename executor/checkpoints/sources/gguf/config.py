@@ -32,6 +32,10 @@ SAMPLING_KEYS = MappingProxyType(
         "penalty_repeat": "repetition_penalty",
     }
 )
+POOLING_TYPES = MappingProxyType({0: "ALL", 1: "MEAN", 2: "CLS", 3: "LAST"})
+"""Ways of pooling by their numbers in files; 0 is a vector of each token."""
+RANKING = 4
+"""The number of a classifier of pairs of texts."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -150,9 +154,9 @@ def _eps(fields: Fields) -> dict[str, float]:
 def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | None:
     """As llama.cpp scales: a factor without a type is linear, `none` scales nothing, and factors of each frequency
     (tensors) come besides."""
-    kind, factor = fields.get("rope.scaling.type", (str,), "linear"), fields.number("rope.scaling.factor", 0.0)
-    old = fields.number("rope.scale_linear", 0.0)
-    factor = 1.0 if kind == "none" else factor or old or 1.0
+    older = fields.number("rope.scale_linear", 0.0)
+    kind, factor = fields.get("rope.scaling.type", (str,), "linear"), fields.number("rope.scaling.factor", older)
+    factor = 1.0 if kind == "none" else factor or 1.0
     magnitude = fields.number("rope.scaling.attn_factor", 1.0)
     factors = fields.header.tensors.get("rope_freqs.weight")
     if LONG_FACTORS in fields.header.tensors or SHORT_FACTORS in fields.header.tensors:
@@ -284,3 +288,17 @@ def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
             said = f"the metadata key {start}{key} is {given[key]!r:.80}; a number is expected"
             raise ModelError(f"{header.path}: {said}")
     return {name: given[key] for key, name in SAMPLING_KEYS.items() if key in given}
+
+
+def pooling_from_gguf(header: GGUFHeader) -> str | None:
+    """How the file's model pools hidden states; None if the file does not say. Raises ModelError for a way that is not
+    computed."""
+    key = f"{header.metadata.get('general.architecture')}.pooling_type"
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    if value not in POOLING_TYPES:
+        known = ", ".join(f"{number} ({name})" for number, name in POOLING_TYPES.items())
+        what = f"{value}, a classifier of pairs of texts" if value == RANKING else f"{value!r:.80}"
+        raise ModelError(f"{header.path}: the metadata key {key} is {what}; {known} are computed")
+    return POOLING_TYPES[value]

@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.gguf.config import architecture_of, config_from_gguf, sampling_from_gguf
+from headrace.executor.checkpoints.sources.gguf.config import (
+    architecture_of,
+    config_from_gguf,
+    pooling_from_gguf,
+    sampling_from_gguf,
+)
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
@@ -60,6 +65,10 @@ class GGUFFile:
     @property
     def generation_config(self) -> dict[str, Any]:
         return sampling_from_gguf(self.header)
+
+    @property
+    def pooling(self) -> str | None:
+        return pooling_from_gguf(self.header)
 
     @property
     def dtype_name(self) -> str:
