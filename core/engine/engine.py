@@ -126,7 +126,7 @@ class EngineCore:
             phases("tokenizer")
             bundle = tokenizer.result()
         backends = _grammar_backends(plan, bundle)
-        if self._options.data_parallel_size > 1:
+        if self._options.data_parallel_size > 1 or self._options.coordinator:
             phases("grammars")
             backends.load()
         phases("")
