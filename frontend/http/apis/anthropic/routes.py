@@ -136,7 +136,12 @@ API = Api(
     routes=ROUTES,
     bodies=(
         Body(kind=MessagesRequest, called="Anthropic's messages", lacks=NOT_SUPPORTED),
-        Body(kind=CountTokensRequest, lacks=NOT_SUPPORTED, counts=MessagesRequest),
+        Body(
+            kind=CountTokensRequest,
+            called="Anthropic's counts of tokens",
+            lacks=NOT_SUPPORTED,
+            counts=MessagesRequest,
+        ),
     ),
     error_bodies={"/v1/messages/": error_body},
     not_served={"/v1/messages/batches": "POST /v1/batches answers many requests, in OpenAI's form"},

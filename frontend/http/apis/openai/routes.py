@@ -40,6 +40,7 @@ from headrace.frontend.http.apis.openai.tool_choice import check_tools
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
+from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.decoding.known_fields import Body
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import Exchange
@@ -311,6 +312,7 @@ ROUTES = (
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _NO_SUCH_TASK = f"models generate and pool, and neither judge nor train here; {_TEXT}"
 _TEXT_ONLY = f"models read and write text only; {_TEXT}"
+_WHOLE_TEXT = {"skip_special_tokens": Neutral("the text has special tokens too", (False,))}
 _NOTHING_STORED = "this server stores files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize returns the tokens of a prompt, or of a conversation as the chat template renders it"
 _GEMINI = f"Gemini's API is not served; {_TEXT}"
@@ -333,7 +335,8 @@ API = Api(
         Body(kind=CompletionRequest, called="completions", lacks=NEUTRAL_OF[CompletionRequest]),
         Body(kind=ChatCompletionRequest, called="chat completions", lacks=NEUTRAL_OF[ChatCompletionRequest]),
         Body(kind=ChatBatchRequest, called="batches of chats", lacks=NEUTRAL_OF[ChatBatchRequest]),
-        Body(kind=TokenizeRequest, counts=ChatCompletionRequest),
+        Body(kind=TokenizeRequest, called="requests to tokenize", counts=ChatCompletionRequest),
+        Body(kind=DetokenizeRequest, called="requests to detokenize", lacks=_WHOLE_TEXT, foreign="last"),
     ),
     not_served=_NOT_SERVED,
     not_routes={"/v1/models/*:*": _GEMINI},

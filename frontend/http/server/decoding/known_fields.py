@@ -25,8 +25,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of request that an API declares, so that the other kinds know its fields."""
 
     kind: type[msgspec.Struct]
-    called: str = ""
-    """What errors call requests of this kind, in the plural; empty for one that only counts a prompt's tokens."""
+    called: str
+    """What errors call requests of this kind, in the plural."""
     lacks: Mapping[str, Neutral] = types.MappingProxyType({})
     """Fields of its API's documentation that the struct lacks."""
     counts: type[msgspec.Struct] | None = None
@@ -83,10 +83,10 @@ def _others(body: Body, bodies: Sequence[Body]) -> dict[str, Neutral | SameAs]:
 
 
 def _of_other_routes(own: Body, bodies: Sequence[Body]) -> dict[str, Neutral]:
-    """The fields of the other routes that generate text or embed it, and those that they lack."""
+    """The fields of the other routes that read texts or tokens, and those that they lack."""
     found: dict[str, Neutral] = {}
     for body in bodies:
-        for name in body.kind.__struct_fields__ if body.called else ():
+        for name in body.kind.__struct_fields__:
             values = _ASKS_FOR_NOTHING.get(name, _NOTHING)
             found.setdefault(name, Neutral(f"it is a field of {body.called}; {own.hint}", values))
     for body in bodies:
