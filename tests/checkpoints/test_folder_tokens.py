@@ -228,6 +228,28 @@ def test_a_byte_level_tokenizers_prefix_is_as_in_transformers(name: str, asked: 
         assert ids_of(bundle, text) == theirs.encode(text)
 
 
+@pytest.mark.parametrize("flags", [{}, {"add_prefix_space": False}, {"add_prefix_space": True}, {"legacy": True}])
+@pytest.mark.parametrize("scheme", ["always", "never"])
+def test_xlm_rs_flag_says_where_a_space_is_put_as_in_transformers(
+    scheme: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a", "▁b", "<mask>"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=3, byte_fallback=False))
+    steps = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizer", **flags})
+    write(tmp_path, "config.json", {"model_type": "xlm-roberta", "dtype": "float32"})
+    bundle, theirs = bundle_of(tmp_path), auto_tokenizer(tmp_path)
+    for text in ("ab", "a b", " a"):
+        if scheme == "always" or "add_prefix_space" in flags:  # without a flag, the file holds
+            assert ids_of(bundle, text) == theirs.encode(text), text
+
+
 def wordpiece_json(folder: Path, lowercase: bool, **config: Any) -> None:
     """A folder with a BERT's tokenizer.json."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -248,7 +270,9 @@ def wordpiece_json(folder: Path, lowercase: bool, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-@pytest.mark.parametrize("name", ["BertTokenizer", "DistilBertTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "name", ["BertTokenizer", "DistilBertTokenizerFast", "ElectraTokenizer", "PreTrainedTokenizerFast"]
+)
 @pytest.mark.parametrize(
     "flags",
     [

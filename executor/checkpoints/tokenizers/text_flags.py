@@ -16,7 +16,14 @@ from headrace.executor.checkpoints.tokenizers.sentencepiece_tokenizers import SP
 LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CohereTokenizer", "CodeGenTokenizer")
-BERT = ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer", "FunnelTokenizer", "SplinterTokenizer")
+XLM_R = ("XLMRobertaTokenizer", "CamembertTokenizer")
+BERT = tuple(
+    f"{name}Tokenizer"
+    for name in (
+        *("Bert", "ConvBert", "DistilBert", "Electra", "Funnel", "LayoutLM", "MPNet", "MobileBert", "Splinter"),
+        "SqueezeBert",
+    )
+)
 BERT_FLAGS: Mapping[str, tuple[str, bool | None]] = MappingProxyType(
     {
         "do_lower_case": ("lowercase", True),
@@ -34,7 +41,7 @@ def with_text_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
     if name in BERT:
         return _with_bert_flags(data, config)
     asked, legacy = config.get("add_prefix_space"), config.get("legacy")
-    if (asked is None and legacy is None) or name not in (*LLAMA, *BYTE_LEVEL):
+    if (asked is None and (legacy is None or name in XLM_R)) or name not in (*LLAMA, *BYTE_LEVEL, *XLM_R):
         return data
     content = json.loads(data)
     steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
@@ -43,8 +50,8 @@ def with_text_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
     if byte_level and name in BYTE_LEVEL and asked is not None:
         for step in byte_level:
             step["add_prefix_space"] = bool(asked)
-    if not byte_level and name in LLAMA:
-        scheme: Prefix = "never" if asked is False else "always" if legacy else "first"
+    if not byte_level and name not in BYTE_LEVEL:
+        scheme: Prefix = "never" if asked is False else "always" if legacy or name in XLM_R else "first"
         _set_prefix(content, steps, scheme)
     return data if json.dumps(content) == before else json.dumps(content, ensure_ascii=False).encode()
 
