@@ -64,12 +64,6 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
         "Share of the KV cache in use; 1 is all of it.",
         kv_use,
     ),
-    (
-        "gauge",
-        "gpu_cache_usage_perc",
-        "Share of the KV cache in use, under the name that earlier versions of vLLM had for it.",
-        kv_use,
-    ),
     ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
     ("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
     ("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_prompt_tokens),

@@ -375,12 +375,12 @@ class EngineOptions(TypedDict, total=False):
     disable_access_log_for_endpoints: Any
     jit_monitor_mode: Any
     jit_monitor_verbose: bool | None
+    show_hidden_metrics_for_version: Any
     sleep_mode_backend: Any
     sleep_mode_offload_cudagraph: bool | None
     enable_nccl_comm_suspend: bool | None
     enable_cumem_allocator: bool | None
     enable_shm_tensor_arena: bool | None
-    show_hidden_metrics_for_version: Any
     enable_server_load_tracking: bool | None
     speculative_model: Any
     num_speculative_tokens: Any

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 import schemathesis
 from http_server import Server, serving, stream
@@ -18,14 +19,17 @@ from served_routes import ROUTES, document_of
 from server_here import serving_here
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.server.hidden_metrics import HIDDEN, hidden_names
+from headrace.ipc.failure import OptionError
 
 COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--metrics-prefix", "vllm", "--max-model-len", "512") as server:
+    options = ("--metrics-prefix", "vllm", "--show-hidden-metrics-for-version", "0.10", "--max-model-len", "512")
+    with serving(*options) as server:
         yield server
 
 
@@ -106,6 +110,9 @@ def test_metrics_have_vllms_names_and_count_and_no_panel_of_its_dashboards_is_em
         'engine_sleep_state{engine="0",model_name="null",sleep_state="awake"}',
     ):
         assert re.search(rf"^vllm:{name}[ {{]", text, re.MULTILINE), name
+    for former, (now, _) in HIDDEN.items():
+        pairs = [re.findall(rf"^vllm:{name}(_\w+)?(\{{.*) \S+$", text, re.MULTILINE) for name in (former, now)]
+        assert pairs[0] == pairs[1] != [], former
     info = re.search(r"^vllm:cache_config_info\{(.*)\} 1", text, re.MULTILINE)
     assert info is not None
     shape = dict(re.findall(r'(\w+)="([^"]*)"', info[1]))
@@ -124,6 +131,21 @@ def test_steps_are_counted_by_their_tokens():
     assert float(total) == 3 + 5, "the last token is computed by no step"
     (steps,) = re.findall(r"headrace:iteration_tokens_total_count\{.*\} (\S+)", text)
     assert 6 <= float(steps) <= 7
+    assert not [name for name in HIDDEN if f"headrace:{name}" in text], "former names are there on request only"
+
+
+@pytest.mark.parametrize(
+    ("version", "num_shown"),
+    [(None, 0), ("0.9", 4), ("0.10", 4), ("v0.10.2", 4), ("0.11", 1), ("0.11.0rc1", 1), ("0.12", 0), ("1.0", 0)],
+)
+def test_former_names_are_those_that_a_version_of_vllm_had(version: str | None, num_shown: int) -> None:
+    assert len(hidden_names(version)) == num_shown
+
+
+@pytest.mark.parametrize("version", ["", "10", "latest", "0.x", "0.10 ", "-0.10", "0.10/"])
+def test_a_text_that_is_no_version_is_refused_before_the_server_starts(version: str) -> None:
+    with pytest.raises(OptionError, match=r"show_hidden_metrics_for_version=.*such as 0\.10"):
+        check_serve_options(msgspec.structs.replace(ServeOptions(), show_hidden_metrics_for_version=version))
 
 
 def test_histograms_are_cumulative_and_count_what_happened():

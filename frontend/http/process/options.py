@@ -11,6 +11,7 @@ import msgspec
 from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.fleet.options import ENGINES, HEARTBEAT_TIMEOUT_S, HeartbeatTimeout
+from headrace.frontend.http.server.hidden_metrics import hidden_names
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.frontend.tracing.options import check_traces
 from headrace.ipc.failure import OptionError
@@ -454,6 +455,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_prefix: Annotated[
         str, Option(OBSERVED, "Prefix of the metrics' names; vllm suits dashboards made for vLLM")
     ] = "headrace"
+    show_hidden_metrics_for_version: Annotated[
+        str | None,
+        Option(
+            OBSERVED,
+            "Add the former names of metrics that this version of vLLM still had, for older dashboards: 0.10 has "
+            "gpu_cache_usage_perc, gpu_prefix_cache_queries, gpu_prefix_cache_hits and, as 0.11, "
+            "time_per_output_token_seconds",
+            default_text="none",
+        ),
+    ] = None
     enable_log_requests: Annotated[
         bool,
         Option(
@@ -584,3 +595,4 @@ def check_serve_options(options: ServeOptions) -> None:
     check_traces(options.otlp_traces_endpoint, options.collect_detailed_traces)
     if not options.metrics_prefix.isidentifier():
         raise OptionError(f"metrics_prefix={options.metrics_prefix}: use letters, digits and _")
+    hidden_names(options.show_hidden_metrics_for_version)

@@ -22,8 +22,6 @@ _PREFIX = "${prefix}:"
 _FILTER = 'model_name=~"$model", engine=~"$engine"'
 _SHARES = (0.5, 0.9, 0.99)
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
-_FORMER = frozenset({"gpu_cache_usage_perc"})
-"""Names of earlier versions of vLLM for what another panel shows."""
 
 
 class Panel(NamedTuple):
@@ -36,7 +34,7 @@ class Panel(NamedTuple):
 
 def sections() -> Iterator[tuple[str, list[Panel]]]:
     """Rows of the dashboard, with their panels."""
-    engine = [_plain(kind, name, text) for kind, name, text, _ in ENGINE_METRICS if name not in _FORMER]
+    engine = [_plain(kind, name, text) for kind, name, text, _ in ENGINE_METRICS]
     engine += [_plain(kind, name, text, label) for kind, name, text, label, _ in METRICS_BY_LABEL]
     engine += [_percentiles(name, text) for name, text, _, _ in ENGINE_HISTOGRAMS]
     groups = {

@@ -15,6 +15,7 @@ import mmap
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,11 @@ from headrace.frontend.client.request_metrics import (
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
+from headrace.frontend.http.server.hidden_metrics import HIDDEN, hidden_names
 from headrace.ipc.messages import EngineStats
 
 _ITEM_BYTES = 8
 _PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
-_ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
-"""Names of the same metrics in earlier versions of vLLM, which older dashboards query."""
 _FULL = "max_num_queued_reqs"
 """The only reason for rejections, under vLLM's name: queues are bounded by their number of requests
 (max_waiting_requests)."""
@@ -79,7 +79,6 @@ OTHER_METRICS = {
     LORA_INFO: ("gauge", "Unix time; the labels name the LoRA adapters of waiting and of running requests."),
     REJECTIONS: ("counter by `reason`", "Requests that were rejected since a queue was full."),
     _IN_FLIGHT: ("gauge", "HTTP requests in progress."),
-    **{later: ("histogram", f"The same as {name}.") for name, later in _ALSO_KNOWN_AS.items()},
 }
 """By name: kind and help of metrics with labels or values of their own kind."""
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
@@ -208,8 +207,10 @@ class Pages:
 class Exposition:
     """The text of /metrics."""
 
-    def __init__(self, pages: Pages, pool: EnginePool, prefix: str) -> None:
+    def __init__(self, pages: Pages, pool: EnginePool, prefix: str, hidden_for: str | None = None) -> None:
+        """hidden_for: the option show_hidden_metrics_for_version."""
         self._pages, self._pool, self._prefix = pages, pool, prefix
+        self._former = {f"{prefix}:{HIDDEN[name][0]}": f"{prefix}:{name}" for name in hidden_names(hidden_for)}
         self._last_stats: dict[int, EngineStats] = {}
 
     async def text(self, accept: str) -> tuple[bytes, str]:
@@ -229,9 +230,10 @@ class Exposition:
 
     def collect(self) -> Iterator[Any]:
         """All metric families, as prometheus_client reads them."""
-        yield from self._engine_families()
-        yield from self._request_families()
-        yield from self._process_families()
+        for family in chain(self._engine_families(), self._request_families(), self._process_families()):
+            yield family
+            if (former := self._former.get(family.name)) is not None:
+                yield _renamed(family, former)
 
     def _engine_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -313,13 +315,12 @@ class Exposition:
 
         labels = ("model_name", "engine")
         for name, (bounds, text) in REQUEST_HISTOGRAMS.items():
-            for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
-                family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
-                for engine in self._pool.engines:
-                    *counts, total = self._pages.of_requests(engine.index, name)
-                    buckets = self._with_exemplars(engine, name, cumulative(bounds, counts))
-                    family.add_metric(_labels(engine), buckets, sum_value=total)
-                yield family
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=labels)
+            for engine in self._pool.engines:
+                *counts, total = self._pages.of_requests(engine.index, name)
+                buckets = self._with_exemplars(engine, name, cumulative(bounds, counts))
+                family.add_metric(_labels(engine), buckets, sum_value=total)
+            yield family
         success = CounterMetricFamily(
             f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
         )
@@ -390,6 +391,15 @@ class Exposition:
             for status in _STATUSES:
                 requests.add_metric((path, method, status), counts[_HANDLER_LAYOUT.at[status]])
         yield from (durations, requests)
+
+
+def _renamed(family: Any, name: str) -> Any:
+    """The family and its samples under another name."""
+    from prometheus_client.core import Metric
+
+    renamed = Metric(name, f"The same as {family.name}, under its former name.", family.type)
+    renamed.samples = [each._replace(name=name + each.name.removeprefix(family.name)) for each in family.samples]
+    return renamed
 
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"

@@ -66,7 +66,7 @@ class ServerState:
         self.bodies = LargeBodies(options.max_body_bytes, len(keys.tenants))
         self.collector = IdleCollector()
         self.finder = AdapterFinder(pool, options)
-        self.exposition = Exposition(pages, pool, options.metrics_prefix)
+        self.exposition = Exposition(pages, pool, options.metrics_prefix, options.show_hidden_metrics_for_version)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
         )
