@@ -10,6 +10,8 @@
           forward               in the worker: the forward pass
       decode                    from the first token to the last; below it the same
 
+      execute_tool NAME         another server carries out a tool that the model has called; it gets the trace's context
+
 What is below `prefill` and `decode` is there on request only (`collect_detailed_traces`). A request with several
 outputs has the times of the slowest one, and the steps of all.
 
@@ -65,6 +67,8 @@ class Origin(msgspec.Struct, kw_only=True):
     tokenize_began_s: float = 0.0
     """0: nothing of it has been tokenised."""
     tokenize_ended_s: float = 0.0
+    last: RequestTrace | None = None
+    """Of the request that was submitted last: one from outside may submit several, in turn."""
 
 
 _CURRENT: contextvars.ContextVar[Origin | None] = contextvars.ContextVar("origin", default=None)
@@ -89,6 +93,18 @@ def tokenizing() -> Iterator[None]:
     origin.tokenize_began_s, origin.tokenize_ended_s = began_s, time.time()
 
 
+@contextlib.contextmanager
+def calling_tool(name: str) -> Iterator[None]:
+    """Within it, a tool that the task's last request called is carried out by another server, which finds the trace's
+    context as OpenTelemetry's current one."""
+    origin = _CURRENT.get()
+    if origin is None or origin.last is None:
+        yield
+        return
+    with origin.tracer.tool(name, origin.last.root):
+        yield
+
+
 class Tracer:
     """Exports the spans of requests."""
 
@@ -100,6 +116,7 @@ class Tracer:
         """
         self.details = details_of(details)
         try:
+            from opentelemetry import context
             from opentelemetry import trace as api
             from opentelemetry.context import Context
             from opentelemetry.sdk.resources import Resource
@@ -119,7 +136,7 @@ class Tracer:
         is_long = self.details and not os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE")
         self._processor = BatchSpanProcessor(_exporter(endpoint), max_queue_size=_LONG_QUEUE if is_long else None)
         self._api, self._make_span, self._make_context = api, ReadableSpan, api.SpanContext  # found once
-        self._nowhere = Context()
+        self._context, self._nowhere = context, Context()
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """The task handles a request with these CONTEXT_HEADERS, which has just arrived."""
@@ -158,7 +175,25 @@ class Tracer:
             return None
         flags = api.TraceFlags(api.TraceFlags.SAMPLED)
         root = api.SpanContext(trace_id, self._ids.generate_span_id(), False, flags, wanted.trace_state)
-        return RequestTrace(self, origin, root, parent)
+        origin.last = RequestTrace(self, origin, root, parent)
+        return origin.last
+
+    @contextlib.contextmanager
+    def tool(self, name: str, caller: SpanContext) -> Iterator[None]:
+        """Exports the span of what happens within, below the caller's; it is the current one of OpenTelemetry's API."""
+        api, began_s, status = self._api, time.time(), None
+        span = self._new_below(caller)
+        token = self._context.attach(api.set_span_in_context(api.NonRecordingSpan(span), self._nowhere))
+        try:
+            yield
+        except Exception as error:
+            status = api.Status(api.StatusCode.ERROR, str(error)[:500])
+            raise
+        finally:
+            self._context.detach(token)
+            told = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
+            whole = (f"execute_tool {name}", began_s, time.time(), told)
+            self._end(span, caller, *whole, kind=api.SpanKind.CLIENT, status=status)
 
     def export(self, trace: RequestTrace, stream: RequestStream) -> None:
         """Call at a request's end, successful or not."""
@@ -188,10 +223,13 @@ class Tracer:
         self, parent: SpanContext, name: str, began_s: float, ended_s: float, told: Mapping[str, Any] | None = None
     ) -> SpanContext:
         """Exports a span below another one of the same trace, and returns its context."""
-        trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
-        span = self._make_context(trace_id, self._ids.generate_span_id(), False, flags, state)
+        span = self._new_below(parent)
         self._end(span, parent, name, began_s, ended_s, told)
         return span
+
+    def _new_below(self, parent: SpanContext) -> SpanContext:
+        trace_id, flags, state = parent.trace_id, parent.trace_flags, parent.trace_state
+        return self._make_context(trace_id, self._ids.generate_span_id(), False, flags, state)
 
     def _end(
         self,

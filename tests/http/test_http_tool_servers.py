@@ -16,6 +16,7 @@ from http_server import Server, serving, wait_until
 from mcp.server.mcpserver import MCPServer
 from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseStreamEvent
+from opentelemetry.trace import get_current_span
 from pydantic import TypeAdapter
 
 from headrace.frontend.http.apis.responses.tool_servers import approval_of, parse_servers
@@ -49,6 +50,12 @@ def tool_server() -> Iterator[str]:
     def again() -> str:
         """Says that it is to be called again."""
         return call_of("again")
+
+    @lab.tool()
+    def trace() -> str:
+        """The trace and the span that the call came with."""
+        above = get_current_span().get_span_context()
+        return f"{above.trace_id:032x} {above.span_id:016x}"
 
     @lab.tool()
     def fail() -> str:
@@ -102,6 +109,7 @@ def test_a_call_is_carried_out_and_the_model_answers_with_its_result(client: ope
     assert {tool.name: tool.description for tool in listing.tools} == {
         "add": "Adds two numbers.",
         "again": "Says that it is to be called again.",
+        "trace": "The trace and the span that the call came with.",
         "fail": "",
     }
     assert "a" in listing.tools[0].input_schema["properties"]
@@ -184,7 +192,7 @@ def test_a_call_of_the_clients_own_function_ends_the_response(client: openai.Ope
         ({**LAB, "require_approval": {"never": {"names": ["add"]}}}, 400, "unknown field `names`"),
         ({**LAB, "connector_id": "c"}, 400, "connector_id is refused"),
         ({**LAB, "headers": {"a": "b"}}, 400, "headers is refused"),
-        ({**LAB, "allowed_tools": ["add", "sub"]}, 400, "allowed_tools has 'sub'; lab has add, again, fail"),
+        ({**LAB, "allowed_tools": ["add", "sub"]}, 400, "allowed_tools has 'sub'; lab has add, again, trace, fail"),
         ({**LAB, "allowed_tools": {"tool_names": "add"}}, 400, "allowed_tools must be a list of names, or an object"),
         ({**LAB, "allowed_tools": [1]}, 400, "allowed_tools must be a list of names, or an object"),
         ({**LAB, "server_label": "gone"}, 424, "the tools of gone could not be listed"),

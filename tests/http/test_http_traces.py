@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from http_server import ask, stream
-from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from null_with_tokenizer import BACKEND, PARROT, VOCAB_SIZE
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from server_here import serving_here
+from test_http_tool_servers import TEMPLATE, call_of, tool_server
+from test_http_tool_servers import ask as answered_with_tools
 
 from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
@@ -79,9 +82,12 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 @contextmanager
-def traced(collector: Collector, details: str | None = None, **more: Any) -> Iterator[httpx.Client]:
-    options = ServeOptions(port=0, otlp_traces_endpoint=collector.url, collect_detailed_traces=details)
-    with serving_here(options, **more) as server, server.client() as client:
+def traced(
+    collector: Collector, details: str | None = None, serve: dict[str, Any] | None = None, **more: Any
+) -> Iterator[httpx.Client]:
+    """serve: options of the server; more: those of the engine."""
+    traces: Any = {"otlp_traces_endpoint": collector.url, "collect_detailed_traces": details}
+    with serving_here(ServeOptions(port=0, **traces, **(serve or {})), **more) as server, server.client() as client:
         yield client
 
 
@@ -149,6 +155,28 @@ def test_a_caller_that_samples_nothing_gets_nothing(collector: Collector) -> Non
         client.headers["traceparent"] = f"00-{TRACE}-{CALLER}-00"
         ask(client, "/v1/completions", prompt="x", max_tokens=2)
     assert collector.spans == []
+
+
+def test_a_server_that_carries_out_a_tool_continues_the_trace(collector: Collector) -> None:
+    engine: Any = {"distributed_executor_backend": PARROT, "max_model_len": 4096}
+    with (
+        tool_server() as url,
+        traced(collector, serve={"chat_template": TEMPLATE, "tool_server": (f"lab={url}",)}, **engine) as client,
+        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", http_client=client) as official,
+    ):
+        client.headers["traceparent"] = f"00-{TRACE}-{CALLER}-01"
+        items: list[Any] = [*answered_with_tools(official, call_of("trace")).output]
+        broken: list[Any] = [*answered_with_tools(official, call_of("fail")).output]
+    called, failed = (next(each for each in found if each.type == "mcp_call") for found in (items, broken))
+    assert "Error executing tool fail" in str(failed.error)
+    tool, failing = collector.named("execute_tool trace"), collector.named("execute_tool fail")
+    assert called.output == f"{TRACE} {tool.span_id.hex()}"
+    assert {tool.trace_id.hex(), failing.trace_id.hex()} == {TRACE}
+    assert tool.kind == tool.SPAN_KIND_CLIENT
+    assert attributes(tool) == {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "trace"}
+    asked = [each for each in collector.spans if each.name == "llm_request"]
+    assert tool.parent_span_id in [each.span_id for each in asked]
+    assert len(asked) == 4, "each call was asked for by one and answered by another"
 
 
 @pytest.mark.system

@@ -52,7 +52,8 @@ def serving_here(
     whether it logs the engine's load, as one of several processes does."""
     overrides = {"vocab_size": VOCAB_SIZE, **(null_model or {})}
     null = {"model": MODEL, "distributed_executor_backend": BACKEND, "hf_overrides": overrides}
-    engine = EngineThread(parse_options(**(null if folder is None else {"model": str(folder)}), **engine_options))
+    model = null if folder is None else {"model": str(folder)}
+    engine = EngineThread(parse_options(**{**model, **engine_options}))
     options = options or ServeOptions(port=0)
     session, ready = _Watched(engine), threading.Event()
     sock = listen(options)

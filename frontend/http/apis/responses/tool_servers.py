@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.frontend.http.apis.responses.items import Item, new_id
 from headrace.frontend.http.server.errors import ApiError, bad_field, without_own_names
+from headrace.frontend.tracing.tracer import calling_tool
 from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
@@ -137,8 +138,9 @@ class ToolServers:
             arguments = msgspec.json.decode(item["arguments"] or "{}")
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are no JSON object")
-            async with asyncio.timeout(CALL_TIMEOUT_S), self._client(item["server_label"]) as client:
-                result = await client.call_tool(item["name"], arguments)
+            with calling_tool(item["name"]):
+                async with asyncio.timeout(CALL_TIMEOUT_S), self._client(item["server_label"]) as client:
+                    result = await client.call_tool(item["name"], arguments)
             text = "\n".join(_text(block) for block in result.content)[:_LONGEST_OUTPUT]
             if result.is_error:
                 item["error"] = failure(text or "the tool failed and said nothing")
