@@ -71,6 +71,7 @@ def test_the_live_view_is_told_counts_that_only_grow(client: httpx.Client) -> No
 
     before = engine()
     assert (before["state"], before["problem"], before["models"]) == ("ready", "", ["null"])
+    assert (before["adapters"], before["generates"]) == ([], True)
     assert before["max_model_len"] == 32_768
     assert sum(before["startup_s"].values()) > 0
     stream(client, "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True})

@@ -8,11 +8,16 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import chromium, faults_of, needs_chromium, opened
 from http_server import Server, engine_of, serving, wait_until
+from null_adapters import write as write_adapter
+from server_here import serving_here
+
+from headrace.frontend.http.process.options import ServeOptions
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -340,6 +345,35 @@ def test_one_of_several_engines_can_be_chosen_and_each_is_drawn(browser: Browser
         page.get_by_label("Engines to draw").select_option("1")
         assert page.locator(".startup table").count() == 1
         assert "running" in page.locator(".legend").first.inner_text()
+
+
+def test_an_adapter_is_chosen_as_a_model_is(browser: Browser, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "sql", "sql")
+    options = ServeOptions(port=0, lora_modules=(f"sql={tmp_path}/sql",), chat_template=TEMPLATE[1])
+    engine: Any = {"enable_lora": True, "distributed_executor_backend": ECHO[1]}
+    with serving_here(options, **engine) as server, opened(browser, server.url) as page:
+        choice = page.get_by_label("Model")
+        wait_until(lambda: choice.locator("option").all_inner_texts() == ["null", "sql (adapter)"], 30, "both names")
+        choice.select_option("sql")
+        page.get_by_role("heading", name="Ask sql (adapter)").wait_for()
+        sent = posts_of(page)
+        ask(page, "how many")
+        wait_for_end(page)
+        assert answer(page).locator(".answer-text").inner_text() == "how many"
+        assert [each["model"] for each in sent] == ["sql"]
+
+
+def test_a_model_that_writes_no_text_is_not_asked(browser: Browser) -> None:
+    model = {"generates": False, "vector_width": 8}
+    with serving_here(null_model=model) as server, opened(browser, server.url) as page:
+        page.get_by_role("heading", name="null writes no text").wait_for()
+        assert page.locator(".suggestion").count() == 0
+        sent = posts_of(page)
+        ask(page, "one")
+        assert page.get_by_role("button", name="Send").is_disabled()
+        page.get_by_role("link", name="the routes of this server").click()
+        page.wait_for_url(f"{server.url}/docs")
+        assert sent == []
 
 
 @pytest.mark.system

@@ -29,6 +29,10 @@ class LiveEngine(msgspec.Struct, kw_only=True):
     problem: str
     """Why it is not ready; empty if there is nothing to tell."""
     models: tuple[str, ...]
+    adapters: tuple[str, ...]
+    """Their LoRA adapters, which a request may name in place of a model."""
+    generates: bool | None
+    """Whether they write text; those for embeddings, scores and classes do not."""
     max_model_len: int | None
     sampling_defaults: dict[str, float | int | list[int]]
     """Sampling fields that the model's generation config sets."""
@@ -73,6 +77,8 @@ def _engine(engine: Engine, stats: EngineStats | None, pool: EnginePool, pages: 
         state=state,
         problem=problem,
         models=engine.names,
+        adapters=tuple(name for name in pool.adapters if pool.adapters.base_of(name) in engine.names),
+        generates=None if welcome is None else welcome.generates,
         max_model_len=None if welcome is None else welcome.max_model_len,
         sampling_defaults={} if welcome is None else welcome.generation_defaults,
         startup_s={} if welcome is None else welcome.startup_s,

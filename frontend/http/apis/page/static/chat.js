@@ -72,7 +72,7 @@ export class Chat {
 
   #send() {
     const text = this.prompt.value.trim();
-    if (!text || this.#running || !this.choice()) return;
+    if (!text || this.#running || !this.choice()?.chats) return;
     if (this.settings.fields() === null) return;
     this.prompt.value = "";
     this.#fit();
@@ -81,7 +81,7 @@ export class Chat {
 
   /** Goes on with what the last answer's calls have returned. */
   #returned(results) {
-    if (this.#running || !this.choice() || this.settings.fields() === null) return;
+    if (this.#running || !this.choice()?.chats || this.settings.fields() === null) return;
     this.#answerTo(this.conversation.returned(results));
     this.prompt.focus();
   }
@@ -93,7 +93,7 @@ export class Chat {
   }
 
   #retry() {
-    if (this.#running || !this.choice() || this.settings.fields() === null) return;
+    if (this.#running || !this.choice()?.chats || this.settings.fields() === null) return;
     this.#answerTo(this.conversation.answer());
     this.prompt.focus();
   }
@@ -229,15 +229,13 @@ export class Chat {
     this.welcome.hidden = !isEmpty;
     if (!isEmpty) return;
     const choice = this.choice();
-    const title = choice ? `Ask ${choice.label}` : "No engine is ready yet";
+    const { title, facts } = greeting(choice);
     if (this.welcome.dataset.title === title) return;
     this.welcome.dataset.title = title;
-    const facts = choice
-      ? `${choice.contextLength.toLocaleString("en")} tokens of context. What is said stays in this browser.`
-      : "The model is loading, or its engine has ended: the live view tells.";
     const buttons = SUGGESTIONS.map((text) =>
       make("button", { type: "button", class: "suggestion", onclick: () => this.#suggest(text) }, text));
-    this.welcome.replaceChildren(make("h2", {}, title), make("p", {}, facts), ...(choice ? [make("div", { class: "suggestions" }, ...buttons)] : []));
+    const suggestions = choice?.chats ? [make("div", { class: "suggestions" }, ...buttons)] : [];
+    this.welcome.replaceChildren(make("h2", {}, title), make("p", {}, ...facts), ...suggestions);
   }
 
   #suggest(text) {
@@ -250,7 +248,7 @@ export class Chat {
     const isRunning = this.#running !== null;
     this.buttons.stop.hidden = !isRunning;
     this.buttons.send.hidden = isRunning;
-    this.buttons.send.disabled = !this.choice() || !this.prompt.value.trim();
+    this.buttons.send.disabled = !this.choice()?.chats || !this.prompt.value.trim();
     this.buttons.newChat.disabled = this.conversation.messages.length === 0;
     // Only the last answer can be tried again.
     this.list.dataset.running = String(isRunning);
@@ -274,6 +272,20 @@ export class Chat {
   #followEnd() {
     if (this.#follows) this.scroll.scrollTop = this.scroll.scrollHeight;
   }
+}
+
+/** What stands in place of the first question: {title, facts}. */
+function greeting(choice) {
+  if (!choice) {
+    const facts = ["The model is loading, or its engine has ended: the live view tells."];
+    return { title: "No engine is ready yet", facts };
+  }
+  if (!choice.chats) {
+    const routes = make("a", { href: "docs" }, "the routes of this server");
+    return { title: `${choice.label} writes no text`, facts: ["It computes embeddings, scores or classes: see ", routes, "."] };
+  }
+  const length = choice.contextLength.toLocaleString("en");
+  return { title: `Ask ${choice.label}`, facts: [`${length} tokens of context. What is said stays in this browser.`] };
 }
 
 /** What a call has returned. */

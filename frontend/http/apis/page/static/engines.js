@@ -6,7 +6,7 @@ import { load, save } from "./storage.js";
 /** Tells "choice" when what can be chosen, or what is chosen, has changed. */
 export class Engines extends EventTarget {
   #select;
-  #choices = new Map(); // by the option's value: {model, rank, label, contextLength, defaults}
+  #choices = new Map(); // by the option's value, as `choice` has it
   #wanted = load(sessionStorage, "engine", "");
 
   constructor(select) {
@@ -19,7 +19,10 @@ export class Engines extends EventTarget {
     });
   }
 
-  /** {model, rank, label, contextLength, defaults}; rank is null where the server chooses. Null without any engine. */
+  /**
+   * {model, rank, label, contextLength, defaults, chats}; rank is null where the server chooses, and chats is false for a
+   * model that writes no text. Null without any engine.
+   */
   get choice() {
     return this.#choices.get(this.#select.value) ?? null;
   }
@@ -37,13 +40,16 @@ export class Engines extends EventTarget {
   }
 }
 
-/** For each model: any of its engines and, if there are several, each one. */
+/** For each model and adapter: any of its engines and, if there are several, each one. */
 function choicesOf(engines) {
   const choices = new Map();
-  for (const model of new Set(engines.flatMap(({ models }) => models))) {
-    const serving = engines.filter(({ models }) => models.includes(model));
-    const common = { model, contextLength: serving[0].max_model_len, defaults: serving[0].sampling_defaults };
-    const label = shortName(model);
+  const namesOf = ({ models, adapters }) => [...models, ...adapters];
+  const models = new Set(engines.flatMap((engine) => engine.models));
+  for (const model of new Set([...models, ...engines.flatMap(namesOf)])) {
+    const serving = engines.filter((engine) => namesOf(engine).includes(model));
+    const [{ max_model_len: contextLength, sampling_defaults: defaults, generates }] = serving;
+    const common = { model, contextLength, defaults, chats: generates !== false };
+    const label = models.has(model) ? shortName(model) : `${shortName(model)} (adapter)`;
     choices.set(model, { ...common, rank: null, label });
     if (serving.length < 2) continue;
     for (const { index } of serving) {
