@@ -24,7 +24,7 @@ from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.kv_cache import allocate, block_bytes
+from headrace.executor.models.kv_cache import HUGE_BYTES, SMALL_BYTES, allocate, block_bytes
 from headrace.ipc.failure import ModelError
 
 PROMPT_LENGTHS = (300, 1, 17, 64, 2, 33, 129)
@@ -194,6 +194,16 @@ def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     cache.keys[1][199_999] = 1.0
     assert cache.keys[1][199_999].sum() == cache.keys[1][199_998:].sum() == 2 * 16 * 16
     assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_the_first_blocks_of_a_cache_take_small_pages_and_the_rest_huge_ones() -> None:
+    cache = allocate(spec_from_config(config_of("llama3") | {"num_hidden_layers": 8}), 200_000, 16, torch.float32)
+    tensors = (*cache.keys, *cache.values)
+    assert all((each.data_ptr() + SMALL_BYTES) % HUGE_BYTES == 0 for each in tensors)
+    before = psutil.Process().memory_info().rss
+    for each in tensors:
+        each[:4] = 1.0
+    assert psutil.Process().memory_info().rss - before < len(tensors) * HUGE_BYTES // 8
 
 
 def test_a_cache_that_cannot_be_had_is_refused_with_its_size() -> None:
