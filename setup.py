@@ -3,6 +3,7 @@
 A wheel contains the CPU kernels for each level of instruction sets (`kernels/cpu/compiler.py`), so it is for one
 platform; and for all versions of Python, since the kernels are plain C++ that ctypes loads. Without a compiler, or with
 HEADRACE_WHEEL_KERNELS=none, it contains only their sources, which are compiled on first use, and is for all platforms.
+HEADRACE_WHEEL_KERNELS=FOLDER keeps compiled kernels in a folder, from which later builds of the same kernels take them.
 An editable install compiles nothing.
 """
 
@@ -68,10 +69,12 @@ class BuildWithKernels(build_py):
             return
         folder = Path(self.build_lib) / PREBUILT
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build in the same tree
-        if os.environ.get("HEADRACE_WHEEL_KERNELS") == "none":
+        kept = os.environ.get("HEADRACE_WHEEL_KERNELS")
+        if kept == "none":
             return
         with tempfile.TemporaryDirectory() as compiled:
             command = [sys.executable, "-P", "-m", "headrace.kernels.cpu.compiler", compiled]
+            command += [os.path.abspath(kept)] if kept else []
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": self.build_lib}, check=False)
             if done.returncode == NO_COMPILER:
                 self.warn("the wheel contains no compiled kernels: they are compiled on first use")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from test_packaging import ROOT, copy_of_sources
 
+from headrace.ipc.cache import cache_folder
 from headrace.kernels.cpu.compiler import levels
 from headrace.kernels.cpu.units import LIBRARIES
 
@@ -50,7 +51,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("built")
     copy_of_sources(folder / "source")
     programs = new_environment(folder / "environment", "build")
-    run([programs / "python", "-m", "build", "--outdir", folder / "dist", folder / "source"])
+    # What this user's other runs have compiled; each file has its name by its sources and level.
+    kernels = {"HEADRACE_WHEEL_KERNELS": str(cache_folder() / "kernels")}
+    run([programs / "python", "-m", "build", "--outdir", folder / "dist", folder / "source"], **kernels)
     (wheel,) = (folder / "dist").glob("*.whl")
     (sdist,) = (folder / "dist").glob("*.tar.gz")
     return Built(wheel, sdist)

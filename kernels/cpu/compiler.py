@@ -6,7 +6,9 @@ An ELF loader ignores bytes after the sections; by the digest a truncated or dam
 `cpu-<sources>-<machine>.so`: a digest of sources, flags and architecture, and one of the level's flags and, of native
 libraries, the CPU.
 
-    python -m headrace.kernels.cpu.compiler FOLDER      compiles the libraries that a wheel contains
+    python -m headrace.kernels.cpu.compiler FOLDER [KEPT]      compiles the libraries that a wheel contains
+
+KEPT is a folder for the libraries from build to build: what it has is not compiled again.
 
 Imports nothing that a build of the package would have to install.
 """
@@ -236,34 +238,43 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def compile_for_wheel(target: Path) -> None:
-    """Compiles every library for each level that wheels contain into the folder `target`, which is not among the
-    sources. Raises BuildError."""
-    target.mkdir(parents=True, exist_ok=True)
-    wanted = [(name, level, part) for name, level in levels().items() if level.in_wheels for part in LIBRARIES]
-    with ThreadPoolExecutor(max_workers=len(wanted) or 1) as builds:
-        started = [
-            builds.submit(
-                compile_library,
-                FOLDER,
-                part,
-                name,
-                target / file_name(sources_key(FOLDER, part), level),
-                level.features,
-            )
-            for name, level, part in wanted
-        ]
+def for_wheels() -> dict[str, tuple[str, str]]:
+    """The libraries that a wheel contains, by file name: each one's level and part."""
+    return {
+        file_name(sources_key(FOLDER, part), level): (name, part)
+        for name, level in levels().items()
+        if level.in_wheels
+        for part in LIBRARIES
+    }
+
+
+def compile_for_wheel(names: Sequence[str], folder: Path) -> None:
+    """Compiles these of `for_wheels` into a folder, which is not among the sources. Raises BuildError."""
+    wanted = for_wheels()
+    with ThreadPoolExecutor(max_workers=len(names) or 1) as builds:
+        started = []
+        for name in names:
+            level, part = wanted[name]
+            features = levels()[level].features
+            started.append(builds.submit(compile_library, FOLDER, part, level, folder / name, features))
         for done in started:
             done.result()
 
 
 def main() -> int:
-    try:
-        find_compiler()
-    except BuildError as error:
-        print(error, file=sys.stderr)
-        return EXIT_NO_COMPILER
-    compile_for_wheel(Path(sys.argv[1]))
+    target, kept = Path(sys.argv[1]), Path(sys.argv[-1])
+    for folder in (target, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    names = list(for_wheels())
+    if missing := [name for name in names if not (kept / name).exists()]:
+        try:
+            find_compiler()
+        except BuildError as error:
+            print(error, file=sys.stderr)
+            return EXIT_NO_COMPILER
+        compile_for_wheel(missing, kept)
+    for name in names if kept != target else ():
+        shutil.copyfile(kept / name, target / name)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu import build, compiler, units
 from headrace.kernels.cpu.compiler import BASE_FLAGS, compile_library, file_name, find_compiler, levels, sources_key
 from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.runtime import threads
@@ -337,6 +337,33 @@ def test_a_compiler_that_fails_is_quoted(folder: Path, tmp_path: Path, monkeypat
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     assert "(status 4): internal compiler error: out of luck" in failure_of(folder)
+
+
+@pytest.mark.skipif(not any(each.in_wheels for each in levels().values()), reason="wheels have no kernels for this CPU")
+def test_a_wheel_takes_the_kernels_that_an_earlier_build_has_kept_and_compiles_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, wheel = tmp_path / "kept", tmp_path / "wheel"
+    kept.mkdir()
+    first, *rest = compiler.for_wheels()
+    for name in (*rest, "cpu-of-other-sources.so"):
+        (kept / name).write_bytes(name.encode())
+    compiled: list[tuple[str, str, Path]] = []
+
+    def compile_one(folder: Path, part: str, level: str, target: Path, features: frozenset[str]) -> None:
+        compiled.append((level, part, target))
+        target.write_bytes(first.encode())
+
+    monkeypatch.setattr(sys, "argv", ["compiler", str(wheel), str(kept)])
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    assert compiler.main() == compiler.EXIT_NO_COMPILER
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(compiler, "compile_library", compile_one)
+    assert compiler.main() == 0
+    assert compiled == [(*compiler.for_wheels()[first], kept / first)]
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    assert compiler.main() == 0, "all are kept now"
+    assert {path.name: path.read_text() for path in wheel.iterdir()} == {name: name for name in compiler.for_wheels()}
 
 
 def test_a_source_that_does_not_compile_is_named(folder: Path, cache: Path) -> None:
