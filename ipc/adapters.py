@@ -25,15 +25,15 @@ MOST_USED = 16
 """Most adapters of one request."""
 MOST_NAME = 4096
 AdapterName = Annotated[str, Longest(MOST_NAME)]
+UseScale = Annotated[float, Range(-FLOAT32, FLOAT32)]
+"""In addition to the adapter's own scaling. With 0 the adapter has no effect."""
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
     """One adapter of a request, whose product with the layer's input is scaled and added to that of the weights."""
 
     name: AdapterName
-    scale: Annotated[float, Range(-FLOAT32, FLOAT32)] = 1.0
-    """In addition to the adapter's own scaling. With 0 the adapter has no effect, and the request is one of the base
-    model."""
+    scale: UseScale = 1.0
     path: AdapterName = ""
     """Empty: it must be registered under the name. Else the engine registers (name, path) if it does not know it. The
     same name with another path is another adapter."""
@@ -63,6 +63,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """See AdapterFacts."""
     is_3d: bool = False
     """See LoadAdapter."""
+    default_scale: float = 0.0
+    """See ScaleAdapters."""
 
 
 class Adapters(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.ipc.adapters import AdapterInfo, AdapterName, Adapters
+from headrace.ipc.adapters import AdapterInfo, AdapterName, Adapters, UseScale
 from headrace.ipc.ranges import Range
 
 
@@ -126,7 +126,7 @@ class LoadAdapter(Command, frozen=True):
 
     name: AdapterName
     path: AdapterName
-    """A folder, as peft writes it."""
+    """A folder as peft writes it, a GGUF file, or a repository's name on the hub."""
     in_place: bool = False
     """Read the path again, whatever is registered under the name: a new version for the requests that come from now on.
     Those that the engine has keep theirs."""
@@ -136,6 +136,8 @@ class LoadAdapter(Command, frozen=True):
     """Factors of experts are stored as one tensor of all experts where the files do not show it."""
     base_model_name: AdapterName = ""
     """The model that it was trained for, for lists of models."""
+    default_scale: UseScale = 0.0
+    """Of an adapter that is new: see ScaleAdapters."""
 
 
 class UnloadAdapter(Command, frozen=True):
@@ -151,11 +153,18 @@ class PinAdapter(Command, frozen=True):
     name: AdapterName
 
 
+class ScaleAdapters(Command, frozen=True):
+    """Says with which scales adapters apply to requests whose clients name none: those that are not given do not apply.
+    The engine only keeps this for all its clients, who give each request its adapters. The reply is Adapters."""
+
+    scales: dict[AdapterName, UseScale]
+
+
 class ListAdapters(Command, frozen=True):
     """The reply is Adapters."""
 
 
-AdapterCommand = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters
+AdapterCommand = LoadAdapter | UnloadAdapter | PinAdapter | ScaleAdapters | ListAdapters
 """Carried out beside running steps (core/adapters/)."""
 
 

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+class AdaptedTokens(Protocol):
+    """The adapters of a step's tokens. No token has the same slot twice."""
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[most_used, num_tokens] int32; -1: none"""
+
+    @property
+    def scales(self) -> np.ndarray:
+        """[most_used, num_tokens] float32"""
+
+    def groups(self) -> Iterator[tuple[int, float, np.ndarray]]:
+        """Tokens with the same slot and scale: (slot, scale, indices)."""
+
+
+class SlotLimits(NamedTuple):
+    """What an op's adapters are like."""
+
+    dtype: torch.dtype
+    """That factors are kept and multiplied in."""
+    num_slots: int
+    most_used: int
+    """Of a token."""
+    max_rank: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +44,9 @@ class LowRankPart:
 
     first_row: int
     first_column: int
-    b: Tensor  # [rows, rank] float32, the adapter's own scaling included
+    b: Tensor  # [rows, rank], as stored
+    scale: float = 1.0
+    """Of B: the adapter's own scaling, and what the model multiplies its weight by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +55,7 @@ class LowRank:
 
     num_rows: int
     """Outputs of the layer."""
-    a: Tensor  # [columns of x A^T, in_features] float32
+    a: Tensor  # [columns of x A^T, in_features], as stored
     parts: tuple[LowRankPart, ...] = ()
     bias: Tensor | None = None  # [num_rows] float32
     magnitude: Tensor | None = None  # [num_rows] float32: the factor of the whole product (DoRA)
@@ -40,7 +70,7 @@ class LowRank:
             begin, end = max(first, part.first_row), min(last, part.first_row + len(part.b))
             if begin < end:
                 b = part.b[begin - part.first_row : end - part.first_row]
-                parts.append(LowRankPart(begin - first, part.first_column, b))
+                parts.append(replace(part, first_row=begin - first, b=b))
         vectors = {name: getattr(self, name) for name in ("bias", "magnitude", "whole")}
         cut: dict[str, Any] = {name: None if each is None else each[first:last] for name, each in vectors.items()}
         return replace(self, num_rows=last - first, parts=tuple(parts), **cut)
@@ -59,17 +89,19 @@ class LowRank:
         found = torch.zeros(self.num_rows, len(self.a))
         for part in self.parts:
             rank = part.b.shape[1]
-            found[part.first_row : part.first_row + len(part.b), part.first_column : part.first_column + rank] = part.b
+            rows = slice(part.first_row, part.first_row + len(part.b))
+            found[rows, part.first_column : part.first_column + rank] = part.b.float() * part.scale
         return found
 
     def to(self, dtype: torch.dtype) -> LowRank:
         """With the factors in another dtype; biases and magnitudes stay float32."""
-        parts = tuple(replace(part, b=part.b.to(dtype)) for part in self.parts)
+        parts = tuple(replace(part, b=(part.b.float() * part.scale).to(dtype), scale=1.0) for part in self.parts)
         whole = None if self.whole is None else self.whole.to(dtype)
         return replace(self, a=self.a.to(dtype), parts=parts, whole=whole)
 
     def added(self, x: Tensor, product: Tensor, scale: float) -> Tensor:
-        """What is added to `product`, x W^T without bias, for rows x [n, in_features]: [n, num_rows] float32."""
+        """What is added to `product`, x W^T without bias, for rows x [n, in_features]: [n, num_rows] float32. Only of a
+        result of `to`, for x of that type."""
         if self.whole is not None:
             found = torch.nn.functional.linear(x, self.whole).float() - product.float()
         else:
@@ -110,3 +142,11 @@ class LowRankExperts:
     gate_up: tuple[LowRank | None, ...]
     """The gate's rows, then the up projection's."""
     down: tuple[LowRank | None, ...]
+
+    def to(self, dtype: torch.dtype) -> LowRankExperts:
+        sides = (tuple(None if each is None else each.to(dtype) for each in side) for side in (self.gate_up, self.down))
+        return LowRankExperts(*sides)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (*self.gate_up, *self.down) if each is not None)

@@ -32,7 +32,7 @@ from headrace.ipc.adapters import (
     RowAdapter,
     activation_start,
 )
-from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, UnloadAdapter
+from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, ScaleAdapters, UnloadAdapter
 from headrace.ipc.failure import Failure, InvalidRequestError, UnknownAdapterError
 from headrace.ipc.messages import AddRequest
 from headrace.ipc.wait import WaitTimeoutError
@@ -224,8 +224,20 @@ class AdapterKeeper:
                     answer(None, self._unknown(command.name))
                 else:
                     self._load(adapter, answer, pinned=True)
+            case ScaleAdapters():
+                self._scale(command, answer)
             case LoadAdapter():
                 self._carry_out_load(command, answer)
+
+    def _scale(self, command: ScaleAdapters, answer: Answer) -> None:
+        unknown = next((name for name in command.scales if self._registry.find(name) is None), None)
+        if unknown is not None:
+            answer(None, self._unknown(unknown))
+            return
+        for each in self._registry:
+            each.default_scale = command.scales.get(each.name, 0.0)
+        self._changed()
+        answer(self.adapters, None)
 
     def _carry_out_load(self, command: LoadAdapter, answer: Answer) -> None:
         name, path = command.name, command.path
@@ -248,6 +260,7 @@ class AdapterKeeper:
         adapter = None if command.in_place else known or self._new.get((name, path))
         if adapter is None:
             adapter = Adapter(name, path, is_3d=command.is_3d, base_model_name=command.base_model_name)
+            adapter.default_scale = command.default_scale
             self._new[name, path] = adapter
         self._load(adapter, answer, pinned=command.pinned)
 
@@ -280,7 +293,8 @@ class AdapterKeeper:
     def _register(self, adapter: Adapter) -> None:
         """Registers an adapter in place of what has its name."""
         replaced = self._registry.find(adapter.name)
-        adapter.is_pinned = replaced is not None and replaced.is_pinned
+        if replaced is not None:
+            adapter.is_pinned, adapter.default_scale = replaced.is_pinned, replaced.default_scale
         self._forget(adapter.name)
         self._registry.add(adapter)
 

@@ -13,6 +13,7 @@ class Adapter:
 
     __slots__ = (
         "base_model_name",
+        "default_scale",
         "facts",
         "is_3d",
         "is_loading",
@@ -30,6 +31,7 @@ class Adapter:
         self.facts: AdapterFacts | None = None
         """Of the version that was loaded last."""
         self.is_loading = self.is_pinned = self.is_registered = False
+        self.default_scale = 0.0
 
     @property
     def info(self) -> AdapterInfo:
@@ -45,6 +47,7 @@ class Adapter:
             base_model_name=self.base_model_name,
             invocation_tokens=facts.invocation_tokens,
             is_3d=self.is_3d,
+            default_scale=self.default_scale,
         )
 
     def __str__(self) -> str:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.executor.models.heads import HeadLinear, HeadNorm
+
 SlotScales = tuple[tuple[int, float], ...]
 """The adapters of a row: slots and scales."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadDelta:
-    """An adapter's part of one linear layer."""
+    """An adapter's part of one linear layer or norm."""
 
-    weight: Tensor  # [rows, columns] float32
+    weight: Tensor  # [rows, columns] or [size], float32
     bias: Tensor | None  # [rows] float32
     replaces: bool
     """Both take the layer's place; else their product is added to its own."""
@@ -29,7 +31,8 @@ class HeadDelta:
 class HeadTable:
     """An `AdapterTable` of one layer, computed in float64, so that a row's bits do not depend on the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: HeadLinear | HeadNorm) -> None:
+        self._layer = layer
         self._slots: dict[int, HeadDelta] = {}
 
     def pack(self, delta: HeadDelta) -> HeadDelta:
@@ -50,6 +53,12 @@ class HeadTable:
         wide, own = x.double(), y.double()
         found = own
         for delta, scale in deltas:
-            product = torch.nn.functional.linear(wide, delta.weight, delta.bias)
+            product = self._product(wide, delta)
             found = found + scale * (product - own if delta.replaces else product)
         return found.float()
+
+    def _product(self, x: Tensor, delta: HeadDelta) -> Tensor:
+        layer = self._layer
+        if isinstance(layer, HeadNorm):
+            return torch.nn.functional.layer_norm(x, (layer.size,), delta.weight, delta.bias, layer.eps)
+        return torch.nn.functional.linear(x, delta.weight, delta.bias)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace.executor.adapters.adapter import SHOWN, Adapter, AdapterModule
 from headrace.executor.adapters.heads import HeadDelta
-from headrace.executor.adapters.peft_files import SHOWN, Adapter, AdapterModule
 from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import Declared, ExpertStack, LayerDeclaration, Linear, size_of
-from headrace.executor.models.heads import HeadLinear
+from headrace.executor.models.heads import HeadLinear, HeadNorm
 from headrace.executor.models.reading import own_part
 from headrace.executor.parallel.padding import GrownAxis, Span, grown_axes
 from headrace.executor.parallel.rank_place import RankCoordinates
@@ -36,6 +38,7 @@ Factors = tuple[Tensor, Tensor]
 """A [rank, in_features] and B [out_features, rank], float32."""
 FIRST_OF_FACTORS_IN_ORDER = (0, 19, 1)
 """The version of peft since which A of experts is of their inputs, whatever transformers calls them."""
+GATED_DELTA = ".linear_attn."
 STACKED = "mlp.experts"
 """The module of experts in transformers, whatever a checkpoint's names are."""
 
@@ -53,6 +56,15 @@ class AdaptableLayers:
     read_base: ReadBase
     target_modules: tuple[str, ...] = ()
     """Ends of the names of modules that adapters may change; empty: all."""
+
+    @cached_property
+    def declared(self) -> list[_LayerParts]:
+        """Of each layer: what its blocks declare, and the same without padding."""
+        return [_parts_of_layer(self, *each) for each in zip(self.padded.layers, self.spec.layers, strict=True)]
+
+    @cached_property
+    def grown(self) -> dict[str, dict[int, GrownAxis]]:
+        return grown_axes(self.spec, self.padded, self.prefix)
 
     def deltas(self, adapter: Adapter) -> tuple[dict[str, Delta], bool]:
         """By the name of the layer's first matrix, of the head, of the embedding, and of a classifier's layer; and
@@ -74,7 +86,6 @@ class _Mapped:
     """By the model's names."""
     places: dict[str, StoredRows] = field(init=False)
     used: set[str] = field(default_factory=set)
-    grown: dict[str, dict[int, GrownAxis]] = field(init=False)
     _base: WeightSource | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +94,6 @@ class _Mapped:
         self.modules = {self._own_name(each.name): each for each in chosen}
         held = {f"{name}.{kind}" for name in self.modules for kind in ("weight", "bias")}
         self.places = places_of(spec, frozenset((*held, f"{layers.prefix}{spec.names.embedding}.weight")))
-        self.grown = grown_axes(spec, layers.padded, layers.prefix)
 
     @property
     def base(self) -> WeightSource:
@@ -96,18 +106,16 @@ class _Mapped:
         return self._base is not None
 
     def deltas(self) -> dict[str, Delta]:
-        spec, padded, place = self.layers.spec, self.layers.padded, self.layers.place
+        spec, place = self.layers.spec, self.layers.place
         own, found = set(place.layers(spec.num_layers)), dict[str, Delta]()
-        for index, (layer, whole) in enumerate(zip(padded.layers, spec.layers, strict=True)):
+        for index, layer in enumerate(self.layers.declared):
             start = spec.names.layer(self.layers.prefix, index)
-            declared = (_linears(LayerDeclaration.of(*each)) for each in ((padded, layer), (spec, whole)))
-            for linear, unpadded in zip(*declared, strict=True):
+            for linear, unpadded in layer.linears:
                 matrices = self._matrices(start, linear, unpadded)
                 if index in own and matrices:
                     found[start + linear.matrices[0][0]] = self._low_rank(linear, matrices)
-            stacks = (_stacks(LayerDeclaration.of(*each)) for each in ((padded, layer), (spec, whole)))
-            for stack, unpadded in zip(*stacks, strict=True):
-                experts = self._experts(start, stack, unpadded)
+            for stack, whole in layer.stacks:
+                experts = self._experts(start, stack, whole)
                 if index in own and experts is not None:
                     found[start + stack.gates[0]] = experts
         if (table := self.modules.get(name := f"{self.layers.prefix}{spec.names.embedding}")) is not None:
@@ -120,11 +128,12 @@ class _Mapped:
                 if place.is_last_stage:
                     found[name] = head
         classifier = () if spec.classifier is None else spec.classifier.layers
-        for behind in (each for each in classifier if isinstance(each, HeadLinear)):
+        for behind in (each for each in classifier if isinstance(each, HeadLinear | HeadNorm)):
             delta = self._classifier(behind)
             if place.is_last_stage and delta is not None:
                 found[behind.name] = delta
         self._check_used()
+        self._check_order()
         return found
 
     def _experts(self, start: str, stack: ExpertStack, unpadded: ExpertStack) -> LowRankExperts | None:
@@ -155,7 +164,7 @@ class _Mapped:
             for name in names:
                 if (module := self.modules.get(start + name)) is not None:
                     self._plain(module)
-                    a, b = self._factors(module, shape)
+                    a, b = (each.float() for each in self._factors(module, shape))
                     found[start + name] = a, b * self.adapter.config.scaling(module.name, len(a))
         stacked_modules = self._stacked_modules(start, stack)
         is_swapped = self._are_swapped(stacked_modules, inner, hidden)
@@ -260,29 +269,34 @@ class _Mapped:
                 raise self._error(f"{module.name} has factors beside a matrix in the place of the model's own")
             whole = module.weight.float()[own]
             return LowRank(len(whole), torch.zeros(0, shape[1]), bias=self._head_bias(module, own), whole=whole)
-        if module.magnitude is not None:
-            raise self._error(f"{module.name}: DoRA of the head is not supported")
         a, parts, bias = torch.zeros(0, shape[1]), tuple[LowRankPart, ...](), self._head_bias(module, own)
+        magnitude = None
         if module.factors is not None:
             a, b = self._factors(module, shape)
             scaling = self.adapter.config.scaling(module.name, len(a))
-            parts = (LowRankPart(0, 0, b[own] * scaling),)
+            parts = (LowRankPart(0, 0, b[own], scaling),)
             if module.b_bias is not None:
                 added = module.b_bias.float()[own] * scaling
                 bias = added if bias is None else bias + added
+            if module.magnitude is not None:
+                weight = self.base.get(self._head_name(f"{module.name}.weight"), rows=own).float()
+                magnitude = module.magnitude.float().reshape(-1)[own] / _norms(weight, a, b[own], scaling)
             a = _of_even_rank(a)
-        return LowRank(own.stop - own.start, a, parts, bias)
+        return LowRank(own.stop - own.start, a, parts, bias, magnitude)
 
-    def _classifier(self, layer: HeadLinear) -> HeadDelta | None:
+    def _head_name(self, name: str) -> str:
+        """The model's own matrix of the head, which may be that of the embedding."""
+        tied = f"{self.layers.prefix}{self.layers.spec.names.embedding}.weight"
+        return name if name in self.base.names() else tied
+
+    def _classifier(self, layer: HeadLinear | HeadNorm) -> HeadDelta | None:
         """What the adapter has for a layer behind the pooling, of which each rank has all."""
-        prefixes = ("", self.layers.prefix, *self.layers.spec.names.prefixes)
-        module = next(
-            (self.modules[each] for prefix in prefixes if (each := prefix + layer.name) in self.modules), None
-        )
+        names = (prefix + layer.name for prefix in self._prefixes)
+        module = next((self.modules[each] for each in names if each in self.modules), None)
         if module is None:
             return None
         self.used.add(module.name)
-        shape, name = (layer.rows, layer.columns), module.name
+        shape, name = (layer.size,) if isinstance(layer, HeadNorm) else (layer.rows, layer.columns), module.name
         if self.adapter.config.invocation_tokens:
             raise self._error(f"{name}: an activated adapter changes tokens, and no layer of a classifier")
         if module.embedding_a is not None or (module.weight is not None and module.factors is not None):
@@ -294,11 +308,13 @@ class _Mapped:
             if layer.bias and module.bias is None:
                 raise self._error(f"{name} has a matrix in the place of the model's own, and no bias")
             return HeadDelta(module.weight.float(), None if module.bias is None else module.bias.float(), replaces=True)
+        if isinstance(layer, HeadNorm):
+            raise self._error(f"{name} is a norm, which an adapter replaces whole")
         weight, bias = torch.zeros(shape), torch.zeros(layer.rows)
         if module.factors is not None:
             a, b = self._factors(module, shape)
             scaling = self.adapter.config.scaling(name, len(a))
-            weight = scaling * (b @ a)
+            weight = scaling * (b.float() @ a.float())
             if module.b_bias is not None:
                 bias = bias + scaling * module.b_bias.float()
         if module.magnitude is not None:
@@ -326,13 +342,10 @@ class _Mapped:
 
     def _is_copy(self, weight: Tensor, name: str) -> bool:
         """Whether it is the model's own matrix, which peft saves beside factors for it."""
-        held = self.base.names()
-        if name not in held:  # of a head that is tied
-            name = f"{self.layers.prefix}{self.layers.spec.names.embedding}.weight"
-        base = self.base.get(name)
+        base = self.base.get(self._head_name(name))
         return torch.equal(weight.to(base.dtype), base)
 
-    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, int]) -> None:
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
             raise self._error(
                 f"{name} is of a matrix of {list(found)}, and the model's has {list(shape)}: it is of another model"
@@ -379,12 +392,11 @@ class _Mapped:
             first, second = self._factors(module, each.shape)
             if module.name not in first_columns:
                 first_columns[module.name] = width
-                a = _own(first.T, self.grown.get(f"{each.name}.weight", {}).get(1), columns).T
+                a = _own(first.T, self.layers.grown.get(f"{each.name}.weight", {}).get(1), columns).T
                 factors.append(_of_even_rank(a))
                 width += len(factors[-1])
             scaling = config.scaling(module.name, len(first)) * self._factor(each.name)
-            b = self._rows(each, second * scaling)
-            parts.append(LowRankPart(each.first, first_columns[module.name], b))
+            parts.append(LowRankPart(each.first, first_columns[module.name], self._rows(each, second), scaling))
         bias, magnitude = self._bias(linear, matrices, total), self._magnitude(matrices, total)
         a = torch.cat(factors) if factors else torch.zeros(0, self._own_columns(linear))
         return LowRank(total, a, tuple(parts), bias, magnitude)
@@ -393,11 +405,11 @@ class _Mapped:
         own = own_part(linear.columns, self.layers.place)
         return size_of(linear.columns) if own is None else own.stop - own.start
 
-    def _factors(self, module: AdapterModule, shape: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-        """A and B, float32. shape: of the model's matrix, to be checked."""
+    def _factors(self, module: AdapterModule, shape: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """A and B. shape: of the model's matrix, to be checked."""
         assert module.factors is not None, "its caller has looked"
-        a, b = (each.float() for each in module.factors)
-        if len(a) != (said := self.adapter.config.rank_of(module.name)):
+        a, b = module.factors
+        if (said := self.adapter.config.rank_of(module.name)) not in (None, len(a)):
             raise self._error(f"{module.name} has factors of rank {len(a)}, and the config says {said}")
         if shape is not None:
             self._check_shape(module.name, (len(b), a.shape[1]), shape)
@@ -413,7 +425,7 @@ class _Mapped:
     def _rows(self, matrix: _Matrix, stored: Tensor) -> Tensor:
         """This rank's rows of a tensor that has the rows of the adapter's module."""
         declared = stored if matrix.place is None else stored[torch.from_numpy(matrix.place.rows)]
-        return _own(declared, self.grown.get(f"{matrix.name}.weight", {}).get(0), matrix.own)
+        return _own(declared, self.layers.grown.get(f"{matrix.name}.weight", {}).get(0), matrix.own)
 
     def _factor(self, name: str) -> float:
         """By which a matrix is multiplied on reading (`ArchSpec.scaled`)."""
@@ -434,7 +446,7 @@ class _Mapped:
                     raise self._error(f"{module.name} has a bias, and the model's has none")
                 new = self._rows(each, module.bias.float())
                 base = self.base.get(f"{each.name}.bias").float()
-                change = new - _own(base, self.grown.get(f"{each.name}.bias", {}).get(0), each.own)
+                change = new - _own(base, self.layers.grown.get(f"{each.name}.bias", {}).get(0), each.own)
                 added = change if added is None else added + change
             if added is not None and adds:
                 found[each.first : each.first + len(added)] += added
@@ -455,9 +467,8 @@ class _Mapped:
             factor = self._factor(each.name)
             scaling = self.adapter.config.scaling(module.name, len(a))
             weight = self.base.get(f"{each.name}.weight").float() / factor
-            norms = torch.linalg.norm(weight + scaling * (b[order] @ a), dim=1)
-            ratio = module.magnitude.float().reshape(-1)[order] / norms
-            own = _own(ratio, self.grown.get(f"{each.name}.weight", {}).get(0), each.own)
+            ratio = module.magnitude.float().reshape(-1)[order] / _norms(weight, a, b[order], scaling)
+            own = _own(ratio, self.layers.grown.get(f"{each.name}.weight", {}).get(0), each.own)
             found[each.first : each.first + len(own)] = own
         return found
 
@@ -467,6 +478,14 @@ class _Mapped:
             shown = printable(", ".join(rest[:SHOWN])) + (f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else "")
             model = self.layers.spec.architecture
             raise self._error(f"{model} has no matrices that adapters change under the names {shown}")
+
+    def _check_order(self) -> None:
+        """Raises ModelError where the adapter's heads or the model's are in the order of GGUF files: columns of A are
+        reordered too then, which only some converters did."""
+        if not self.adapter.turned and not any(getattr(each.mixer, "tiled", False) for each in self.layers.spec.layers):
+            return
+        if (name := next((name for name in self.modules if GATED_DELTA in name), None)) is not None:
+            raise self._error(f"{name}: matrices of gated delta networks are not adapted where GGUF files are read")
 
     def _whole(self) -> str:
         return "the head, the embedding and classifiers"
@@ -492,9 +511,25 @@ class _Matrix:
     """This rank's rows of the padded matrix; None: all."""
 
 
+def _norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Of the rows of W + scaling B A."""
+    return torch.linalg.norm(weight + scaling * (b.float() @ a.float()), dim=1)
+
+
 def _is_chosen(name: str, ends: Iterable[str]) -> bool:
     ends = tuple(ends)
     return not ends or any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+class _LayerParts(NamedTuple):
+    linears: list[tuple[Linear, Linear]]
+    stacks: list[tuple[ExpertStack, ExpertStack]]
+
+
+def _parts_of_layer(layers: AdaptableLayers, padded: LayerSpec, whole: LayerSpec) -> _LayerParts:
+    both = LayerDeclaration.of(layers.padded, padded), LayerDeclaration.of(layers.spec, whole)
+    linears, stacks = (zip(*map(of, both), strict=True) for of in (_linears, _stacks))
+    return _LayerParts(list(linears), list(stacks))
 
 
 def _stacks(declaration: LayerDeclaration) -> Iterator[ExpertStack]:

@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.options.adapters import AdapterLimits
+from headrace.executor.adapters.adapter import Adapter
+from headrace.executor.adapters.gguf_files import gguf_of, read_gguf
 from headrace.executor.adapters.layers import AdaptableLayers, ReadBase
-from headrace.executor.adapters.peft_files import Adapter, read_adapter
+from headrace.executor.adapters.peft_files import read_peft
 from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
@@ -55,6 +57,10 @@ class _Loaded:
     """By the name of the layer's first matrix."""
     adapter: Adapter | None
     """What was read, if `packed` depends on the model's weights too, as DoRA's magnitudes and whole biases do."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.packed.values()) + (0 if self.adapter is None else self.adapter.nbytes)
 
 
 class _Target(NamedTuple):
@@ -101,13 +107,17 @@ class AdapterSlots:
     def load(self, slot: int, path: str) -> AdapterFacts:
         """Raises ModelError, and leaves the slot empty."""
         self.drop(slot)
-        adapter = read_adapter(path, self._limits.max_rank, weight_elements(self._target.layers.spec))
+        spec, most_rank = self._target.layers.spec, self._limits.max_rank
+        if (file := gguf_of(path)) is not None:
+            adapter = read_gguf(file, spec, most_rank, weight_elements(spec))
+        else:
+            adapter = read_peft(path, most_rank, weight_elements(spec))
         while (loaded := self._put_into(slot, adapter)) is None:
             pass  # the model was replaced meanwhile
         return AdapterFacts(
             identity=adapter.identity,
             rank=adapter.rank,
-            num_bytes=sum(each.nbytes for each in loaded.packed.values()),
+            num_bytes=loaded.nbytes,
             invocation_tokens=adapter.config.invocation_tokens,
         )
 

@@ -19,6 +19,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.adapters.heads import HeadTable
+from headrace.executor.adapters.located import located
 from headrace.executor.adapters.slots import AdapterSlots, PreparedSlots
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
@@ -30,7 +31,7 @@ from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
-from headrace.executor.models.heads import HeadLinear
+from headrace.executor.models.heads import HeadLinear, HeadNorm
 from headrace.executor.models.implementations import load_foreign
 from headrace.executor.models.sizes import activation_bytes, redundant_elements, repeated_elements, weight_elements
 from headrace.executor.parallel.expert_exchange import ExpertExchange
@@ -107,7 +108,7 @@ class CpuRank(ModelRank):
             classifier = self.found.spec.classifier if plan.model.pooling is not None else None
             if classifier is not None and self._place.is_last_stage:
                 self._head_tables = {
-                    each.name: HeadTable() for each in classifier.layers if isinstance(each, HeadLinear)
+                    each.name: HeadTable(each) for each in classifier.layers if isinstance(each, HeadLinear | HeadNorm)
                 }
             self._adapters = AdapterSlots(plan.adapters, model, self._place, read, self._head_tables)
         self._balance(model)
@@ -173,7 +174,7 @@ class CpuRank(ModelRank):
 
     def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
         assert self._adapters is not None, "the core asks with enable_lora alone"
-        return self._adapters.load(slot, path)
+        return self._adapters.load(slot, located(path, self._options))
 
     def drop_adapter(self, slot: int) -> None:
         assert self._adapters is not None, "the core asks with enable_lora alone"

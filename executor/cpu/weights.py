@@ -22,7 +22,6 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
-from headrace.ipc.adapters import MOST_USED
 from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GROUPED_TYPES,
@@ -232,10 +231,7 @@ class CpuWeights(CheckedWeights):
         places, loads = self.expert_places(declared)
         deltas = None
         if self.adapters is not None and loads is None:  # balanced experts change their places
-            dtype, slots = getattr(torch, self.adapters.dtype), self.adapters.slots
-            most_used, most_width = min(self.adapters.max_loras, MOST_USED), 2 * (self.adapters.max_rank + 1)
-            tables = [DeltaTable(stack[0], dtype, slots) for stack in (gate_ups, downs)]
-            deltas = ExpertDeltas(tables[0], tables[1], most_used, most_width)
+            deltas = ExpertDeltas.of(gate_ups[0], downs[0], self.slot_limits)
             self.adapter_tables[prefix + declared.gates[0]] = deltas
         packed = PackedExperts(
             tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads, deltas=deltas

@@ -25,10 +25,11 @@ from headrace.executor.parallel.padding import grouped_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.step.adapters import TokenAdapters
 from headrace.kernels.grouped import GroupedWeight, joined
-from headrace.kernels.low_rank import EmbeddingDelta, LowRank
+from headrace.kernels.low_rank import EmbeddingDelta
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.latent import LatentUp
-from headrace.kernels.reference.moe import ExpertWeights
+from headrace.kernels.reference.low_rank import LinearDeltas
+from headrace.kernels.reference.moe import AdaptableExperts, AdaptedExperts, ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import LinearWeight
 from headrace.kernels.reference.states import StateBatch
@@ -186,6 +187,17 @@ class EagerWeights(CheckedWeights):
         """The version of `op` that the registry chooses for this model's device and dtype and these facts."""
         return self._choose(op, device=self.device, dtype=self.dtype, **facts)
 
+    def deltas(self, parts: Sequence[Part], columns: int, *, bias: bool) -> LinearDeltas | None:
+        """The adapters of a linear layer of these parts, columns and bias of this rank; None if there are none."""
+        if self.adapters is None:
+            return None
+        own = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
+        make = self.kernel("low_rank")
+        rows = sum(part.taken for part in parts)
+        deltas: LinearDeltas = make(self.slot_limits, rows, columns, len(parts), own, self.device)
+        self.adapter_tables[parts[0].name] = deltas
+        return deltas
+
     def fused_kernel(self, op: str, **facts: Any) -> Callable[..., Any] | None:
         """As `kernel`, for a fused op; None if there is only the reference, which is no faster than the single ops."""
         found = self.kernel(op, **facts)
@@ -222,32 +234,6 @@ def _arguments_of_kernel(weight: GroupedWeight) -> tuple[Any, ...] | None:
     return None
 
 
-class EagerDeltas:
-    """The adapters of a linear layer, by slot."""
-
-    def __init__(self, limits: AdapterLimits, bias: Tensor | None) -> None:
-        """bias: the layer's own."""
-        self._dtype, self._bias = getattr(torch, limits.dtype), bias
-        self._slots: list[LowRank | None] = [None] * limits.slots
-
-    def pack(self, delta: LowRank) -> LowRank:
-        return delta.to(self._dtype)
-
-    def put(self, slot: int, packed: LowRank | None) -> None:
-        self._slots[slot] = packed
-
-    def added(self, x: Tensor, product: Tensor, adapters: TokenAdapters) -> Tensor:
-        """The product of the rows x [num_tokens, in_features] with what their adapters add to it."""
-        found = product.clone()
-        for slot, scale, rows in adapters.groups():
-            if (delta := self._slots[slot]) is None:
-                continue
-            own = product[rows] if self._bias is None else product[rows] - self._bias
-            change = delta.added(x[rows].to(self._dtype), own, scale)
-            found[rows] = (found[rows].float() + change).to(found.dtype)
-        return found
-
-
 class EagerEmbeddingDeltas:
     """The adapters of a table of token embeddings, by slot."""
 
@@ -280,18 +266,15 @@ class EagerLinear:
     activate: Callable[[Tensor, str], Tensor] | None = None
     activation: str | None = None
     gated: bool = False
-    deltas: EagerDeltas | None = None
+    deltas: LinearDeltas | None = None
     """None where adapters cannot change it."""
 
     @classmethod
     def read(cls, weights: EagerWeights, declared: Linear, prefix: str) -> EagerLinear:
         parts, columns, bias = weights.parts_of(declared, prefix)
         weight = weights.linear(parts, size_of(declared.columns), columns, bias, declared.role)
-        deltas = None
-        if weights.adapters is not None:
-            biases = weights.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
-            deltas = EagerDeltas(weights.adapters, biases)
-            weights.adapter_tables[prefix + declared.matrices[0][0]] = deltas
+        own_columns = size_of(declared.columns) if columns is None else columns.stop - columns.start
+        deltas = weights.deltas(parts, own_columns, bias=bias)
         if declared.activation is None:
             return cls(weight, deltas=deltas)
         op = "activate_and_multiply" if declared.gated else "activate"
@@ -460,13 +443,25 @@ class EagerExperts:
         )
         given = () if biases is None else (biases,)
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
+        self._adapted: AdaptedExperts | None = None
+        if weights.adapters is not None and self._loads is None and isinstance(self._experts, AdaptableExperts):
+            self._adapted, weights.adapter_tables[prefix + declared.gates[0]] = self._experts.adaptable(
+                weights.slot_limits
+            )
+            self._experts = self._adapted
         weights.nbytes += self._experts.nbytes
         if self._places is not None and self._loads is not None:
             movable: Any = self._experts  # a CPU's packed experts are MovableExperts
             weights.note_balanced(movable, self._places, self._loads)
 
     def __call__(
-        self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None, keys: Tensor | None = None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing,
+        correction: Tensor | None,
+        keys: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]. keys: `SharedInputs.replica_keys`."""
@@ -475,6 +470,8 @@ class EagerExperts:
             expert_ids = self._places.own(expert_ids, keys)
         if self._loads is not None:
             self._loads += torch.bincount(expert_ids[expert_ids >= 0], minlength=len(self._loads))
+        if adapters is not None and self._adapted is not None:
+            return self._adapted.apply_adapted(x, expert_ids, shares, adapters)
         return self._experts.apply(x, expert_ids, shares)
 
 
@@ -510,7 +507,7 @@ class EagerOps:
     ) -> Tensor:
         exchange = self._place.exchange
         if exchange is None or not stack.are_divided:
-            return stack(x, logits, routing, correction, self._replica_keys)
+            return stack(x, logits, routing, correction, self._replica_keys, self._adapters)
         parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
         return exchange.own_sum(parts)
 

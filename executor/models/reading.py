@@ -33,8 +33,10 @@ from headrace.executor.models.blocks import (
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.ipc.adapters import MOST_USED
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
+from headrace.kernels.low_rank import SlotLimits
 from headrace.kernels.reference.attention import BIAS_PADDING
 from headrace.kernels.reference.moe import MovableExperts
 
@@ -228,6 +230,13 @@ class CheckedWeights:
             return None, None
         places = ExpertPlaces.of(place.expert_placement(count), count, place.expert_ranks[0])
         return places, torch.zeros(len(place.experts(count)), dtype=torch.int64) if place.balances_experts else None
+
+    @property
+    def slot_limits(self) -> SlotLimits:
+        """Of `adapters`, for ops that are given several adapters at once."""
+        assert self.adapters is not None, "the caller has looked"
+        most_used = min(self.adapters.max_loras, MOST_USED)
+        return SlotLimits(getattr(torch, self.adapters.dtype), self.adapters.slots, most_used, self.adapters.max_rank)
 
     def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor) -> None:
         """Records experts that load balancing may move between ranks."""

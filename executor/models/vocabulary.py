@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Stream
-from headrace.executor.models.eager import EagerDeltas, EagerOps, EagerWeights
+from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.step.adapters import TokenAdapters
@@ -91,11 +91,8 @@ class VocabParallelHead:
             rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
         self._vocab_size = shape[0]
-        self._deltas: EagerDeltas | None = None
-        if weights.adapters is not None:
-            own = place.vocabulary(shape[0]) if place.tp_size > 1 else None
-            added = weights.stack([(f"{name}.bias", Part(name, shape[0], own))], None, None) if bias else None
-            self._deltas = weights.adapter_tables[name] = EagerDeltas(weights.adapters, added)
+        own_rows = Part(name, shape[0], place.vocabulary(shape[0]) if place.tp_size > 1 else None)
+        self._deltas = weights.deltas([own_rows], shape[1], bias=bias)
 
     def __call__(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""

@@ -103,7 +103,12 @@ def _step(
         return _linear(weight, bias, layer.activation, table)
     size, eps = (layer.size,), layer.eps
     wide, offset = weight.double(), None if bias is None else bias.double()
-    return lambda x, adapters: F.layer_norm(x.double(), size, wide, offset, eps).float()
+
+    def step(x: Tensor, adapters: SlotScales) -> Tensor:
+        y = F.layer_norm(x.double(), size, wide, offset, eps).float()
+        return y if table is None else table.added(x, y, adapters)
+
+    return step
 
 
 def _linear(weight: Tensor, bias: Tensor | None, activation: str, table: HeadTable | None = None) -> Step:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.adapters.lora_request import LoRARequest, lora_requests_for
 from headrace.ipc.adapters import AdapterInfo, AdapterUse, KeyAdapter, activation_start
-from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, UnloadAdapter
+from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, ScaleAdapters, UnloadAdapter
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, MissingAdapterError, UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ class FleetAdapters:
         self._by_path: dict[tuple[str, str], AdapterInfo] = {}  # by name and path: a name may have several
         self._told: dict[str, Mapping[str, AdapterInfo]] = {}  # by engine's name, what it has reported last
         self._names: dict[int, str] = {}  # by lora_int_id
-        self.default_scales: dict[str, float] = {}
-        """Adapters that apply to requests that name no scales, as llama.cpp's servers have them."""
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._copying: set[asyncio.Task[None]] = set()
 
@@ -60,6 +58,11 @@ class FleetAdapters:
         first = next((each for each in self._fleet.engines if each.usable), None)
         ordered = dict.fromkeys([*(self._told.get(first.name, ()) if first is not None else ()), *self._known])
         return [self._known[name] for name in ordered if name in self._known]
+
+    @property
+    def default_scales(self) -> dict[str, float]:
+        """Adapters that apply to requests that name no scales, as llama.cpp's servers have them."""
+        return {name: info.default_scale for name, info in self._known.items() if info.default_scale}
 
     def enabled(self) -> bool:
         """Whether some engine takes adapters."""
@@ -181,6 +184,13 @@ class FleetAdapters:
     async def pin(self, name: str) -> None:
         await self._call(PinAdapter(name=name), self._clients(""))
 
+    async def scale(self, scales: Mapping[str, float]) -> None:
+        """Sets `default_scales`, on all engines."""
+        for engine in self._fleet.engines:
+            if engine.client is not None and engine.usable and (own := self._told.get(engine.name)):
+                command = ScaleAdapters(scales={name: scale for name, scale in scales.items() if name in own})
+                self.heard(engine, (await engine.client.control(command, None)).adapters)
+
     async def find(self, lora_int_id: int) -> str | None:
         """The name behind a number, if such an adapter is registered."""
         return self._names.get(lora_int_id) if lora_int_id in await self.numbers() else None
@@ -227,6 +237,7 @@ async def _copy(client: CoreClient, engine: str, infos: Sequence[AdapterInfo]) -
             pinned=info.pinned,
             is_3d=info.is_3d,
             base_model_name=info.base_model_name,
+            default_scale=info.default_scale,
         )
         try:
             await client.control(command, None)

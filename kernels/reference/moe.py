@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
+from headrace.kernels.low_rank import AdaptedTokens, LowRank, LowRankExperts, SlotLimits
 from headrace.kernels.reference.quantised import QuantisedLinear
 from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
 
@@ -122,6 +124,22 @@ class ExpertWeights(Protocol):
     def nbytes(self) -> int: ...
 
 
+@runtime_checkable
+class AdaptableExperts(ExpertWeights, Protocol):
+    """Experts that adapters may change, all but those in places that load balancing changes."""
+
+    def adaptable(self, limits: SlotLimits) -> tuple[AdaptedExperts, Any]:
+        """The same weights, which adapters change, and the table of the adapters: `pack(LowRankExperts)`, `put(slot,
+        packed)`."""
+        ...
+
+
+class AdaptedExperts(ExpertWeights, Protocol):
+    def apply_adapted(self, x: Tensor, expert_ids: Tensor, weights: Tensor, adapters: AdaptedTokens) -> Tensor:
+        """As `apply`, of tokens some of which have adapters. The others' results are those of `apply`."""
+        ...
+
+
 class MovableExperts(ExpertWeights, Protocol):
     """Experts whose weights can be overwritten by those of another expert between steps, for load balancing."""
 
@@ -140,15 +158,32 @@ class TorchExperts:
 
     def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None) -> None:
         self.gate_up, self.down, self.activation, self.biases = gate_up, down, activation, biases
+        self._deltas: TorchExpertDeltas | None = None
+
+    def adaptable(self, limits: SlotLimits) -> tuple[AdaptedExperts, TorchExpertDeltas]:
+        self._deltas = TorchExpertDeltas(limits)
+        return self, self._deltas
 
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return self._apply(x, expert_ids, weights, None)
+
+    def apply_adapted(self, x: Tensor, expert_ids: Tensor, weights: Tensor, adapters: AdaptedTokens) -> Tensor:
+        return self._apply(x, expert_ids, weights, adapters)
+
+    def _apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor, adapters: AdaptedTokens | None) -> Tensor:
         parts = torch.zeros(*expert_ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
         for expert in expert_ids.unique().tolist():
             if expert >= 0:
                 rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
                 first, last = (None, None) if self.biases is None else (each[expert] for each in self.biases)
-                inner = activate_and_multiply(_multiply(x[rows], self.gate_up, expert, first), self.activation)
-                parts[rows, slots] = _multiply(inner, self.down, expert, last).float()
+                both = _multiply(x[rows], self.gate_up, expert, first)
+                if adapters is not None and self._deltas is not None:
+                    self._deltas.add("gate_up", expert, x[rows], both, rows, adapters)
+                inner = activate_and_multiply(both, self.activation)
+                result = _multiply(inner, self.down, expert, last)
+                if adapters is not None and self._deltas is not None:
+                    self._deltas.add("down", expert, inner, result, rows, adapters)
+                parts[rows, slots] = result.float()
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for slot in range(expert_ids.shape[1]):
             total += parts[:, slot] * weights[:, slot, None]
@@ -173,6 +208,42 @@ class TorchExperts:
             stack.nbytes if isinstance(stack, Tensor) else sum(weight.nbytes for weight in stack)
             for stack in (self.gate_up, self.down)
         )
+
+
+class TorchExpertDeltas:
+    """The adapters of a layer's experts, by slot."""
+
+    def __init__(self, limits: SlotLimits) -> None:
+        self._dtype = limits.dtype
+        self._slots: dict[int, LowRankExperts] = {}
+
+    def pack(self, delta: LowRankExperts) -> LowRankExperts:
+        return delta.to(self._dtype)
+
+    def put(self, slot: int, packed: LowRankExperts | None) -> None:
+        if packed is None:
+            self._slots.pop(slot, None)
+        else:
+            self._slots[slot] = packed
+
+    def add(
+        self,
+        side: Literal["gate_up", "down"],
+        expert: int,
+        x: Tensor,
+        product: Tensor,
+        tokens: Tensor,
+        adapters: AdaptedTokens,
+    ) -> None:
+        """Adds to the product of an expert's rows x what their adapters add. tokens: of the step, [num_rows] int64"""
+        index = tokens.numpy()
+        for slot, scale, chosen in adapters.groups():
+            stack = self._slots.get(slot)
+            delta: LowRank | None = None if stack is None else getattr(stack, side)[expert]
+            mine = np.flatnonzero(np.isin(index, chosen))
+            if delta is not None and len(mine):
+                change = delta.added(x[mine].to(self._dtype), product[mine], scale)
+                product[mine] = (product[mine].float() + change).to(product.dtype)
 
 
 def experts(gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None = None) -> ExpertWeights:

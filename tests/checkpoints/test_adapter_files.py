@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.options.adapters import AdapterLimits
+from headrace.core.options.engine_options import Options
+from headrace.executor.adapters.located import located
 from headrace.executor.adapters.slots import AdapterSlots
 from headrace.executor.checkpoints import expressions
+from headrace.executor.checkpoints.hub import HubChoice
+from headrace.executor.checkpoints.hub.hugging_face import HuggingFace
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
@@ -138,7 +142,7 @@ FACTORS: dict[str, tuple[Tensors, str]] = {
         {f"{QUERY}.lora_C.weight": torch.ones(4, 16)},
         "under the names model.layers.0.self_attn.q_proj.lora_C",
     ),
-    "integers": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}, "stored as torch.int32"),
+    "integers": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}, "stored as I32"),
     "a whole matrix of a layer": (
         {f"{QUERY}.weight": torch.ones(16, 16)},
         "only the head, the embedding and classifiers may have",
@@ -199,10 +203,26 @@ def test_files_that_are_missing_or_damaged_are_named(case: str, tmp_path: Path) 
     assert isinstance(refusal.value, MissingAdapterError) == (case in ("no folder", "no config"))
 
 
-def test_a_gguf_file_is_refused_by_its_kind(tmp_path: Path) -> None:
-    (file := tmp_path / "adapter.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="is a file in GGUF, which is not read: it should"):
-        slots().load(0, str(file))
+def test_a_repositorys_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(write(tmp_path / "adapter"))
+    asked = list[tuple[str, str | None, list[str]]]()
+
+    def fetch(_: HuggingFace, repo: str, choice: HubChoice, patterns: Sequence[str]) -> Path:
+        asked.append((repo, choice.revision, sorted(patterns)))
+        return folder
+
+    monkeypatch.setattr(HuggingFace, "listing", lambda *_: ([each.name for each in folder.iterdir()], ""))
+    monkeypatch.setattr(HuggingFace, "fetch", fetch)
+    options = Options(model="mills/mill", revision="v1")
+    assert located("mills/sql", options) == str(folder)
+    assert asked == [("mills/sql", None, ["adapter_config.json", "adapter_model.safetensors"])]
+    monkeypatch.chdir(tmp_path.parent)
+    for path in (str(tmp_path / "no/where"), "nowhere", f"{tmp_path.name}/adapter", "../mills/sql", "a/b/c"):
+        assert located(path, options) == path
+    monkeypatch.setattr(HuggingFace, "listing", lambda *_: (None, "HF_HUB_OFFLINE is set"))
+    monkeypatch.setattr(HuggingFace, "cached", lambda *_: (tmp_path / "none").iterdir())
+    with pytest.raises(MissingAdapterError, match="mills/sql does not exist here, nor as a repository: HF_HUB_OFFLINE"):
+        located("mills/sql", options)
 
 
 def _pattern(message: str) -> str:

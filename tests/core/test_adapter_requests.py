@@ -10,7 +10,7 @@ import json
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from headrace.ipc.control import (
     PauseGeneration,
     PinAdapter,
     ResumeGeneration,
+    ScaleAdapters,
     UnloadAdapter,
 )
 from headrace.ipc.failure import ModelError, OptionError
@@ -330,6 +331,26 @@ def test_a_client_that_comes_later_is_welcomed_with_all_adapters(folders: list[s
         assert welcome.adapters == (reply.result,)
     finally:
         engine.stop()
+
+
+def test_every_client_is_told_which_adapters_apply_where_none_is_named(folders: list[str]) -> None:
+    core = Core()
+    admin, other = core.open(), core.open()
+    for name, path in zip("ab", folders, strict=False):
+        load(core, admin, name, path)
+
+    def scales(found: Sequence[AdapterInfo]) -> dict[str, float]:
+        return {each.name: each.default_scale for each in found}
+
+    told = order(core, admin, ScaleAdapters(scales={"b": 0.5})).result
+    assert isinstance(told, Adapters)
+    assert scales(told.adapters) == {"a": 0.0, "b": 0.5}
+    heard = [each for each in other.heard if isinstance(each, Adapters)]
+    assert scales(heard[-1].adapters) == {"a": 0.0, "b": 0.5}
+    load(core, admin, "b", folders[2], in_place=True)
+    assert scales(_listed(core, admin)) == {"a": 0.0, "b": 0.5}
+    order(core, admin, ScaleAdapters(scales={"a": 2.0}))
+    assert scales(_listed(core, admin)) == {"a": 2.0, "b": 0.0}
 
 
 def test_a_sleeping_engine_loads_no_adapter_and_lists_them(folders: list[str]) -> None:
@@ -779,6 +800,7 @@ def test_bad_requests_and_commands_are_refused_in_words(folders: list[str]) -> N
         (LoadAdapter(name="x", path="p" * 5000), "path has a length of 5000"),
         (UnloadAdapter(name="zz"), "there is no adapter zz; known: a, b, c"),
         (PinAdapter(name="zz"), "there is no adapter zz"),
+        (ScaleAdapters(scales={"a": 1.0, "zz": 1.0}), "there is no adapter zz"),
     ):
         reply = order(core, client, command)
         assert reply.failure is not None

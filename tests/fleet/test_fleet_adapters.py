@@ -146,12 +146,15 @@ def test_an_engine_that_joins_gets_what_the_others_have(threads, tmp_path: Path)
         async with pool_of(Session(threads[0])) as pool:
             await pool.adapters.load(LoadAdapter(name="sql", path=write(tmp_path / "sql", "sql"), pinned=True))
             await pool.adapters.load(LoadAdapter(name="chat", path=write(tmp_path / "chat", "chat")))
+            await pool.adapters.scale({"chat": 0.5})
+            assert pool.adapters.default_scales == {"chat": 0.5}
             engine = pool.add(Watched(threads[1]))
             await until(lambda: engine.client is not None and len(engine.client.welcome.adapters) == 2)
             first, second = await registered(pool)
             assert first == second
             assert engine.client is not None
             assert [info.pinned for info in engine.client.welcome.adapters] == [True, False]
+            assert [info.default_scale for info in engine.client.welcome.adapters] == [0.0, 0.5]
 
     asyncio.run(main())
 

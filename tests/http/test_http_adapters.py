@@ -493,6 +493,12 @@ def test_several_processes_and_engines_serve_each_load_at_once_and_a_killed_engi
         assert len({base, sql, late, chat}) == 4
         load(UNLOAD, lora_name="late")
         assert {status for status, _ in answers(model="late")} == {404}
+        with server.client() as each:
+            assert each.post("/lora-adapters", json=[{"id": 0, "scale": 1.0}]).json()[0]["scale"] == 1.0
+        wait_until(lambda: answers() == {sql}, 30, "every process to know the scales")
+        with server.client() as each:
+            assert each.post("/lora-adapters", json=[]).status_code == 200
+        wait_until(lambda: answers() == {base}, 30, "every process to know the scales")
 
         def whole(model: str, rank: int) -> tuple[int, str]:
             body = {"model": model, "prompt": [7], "max_tokens": 200, "ignore_eos": True, "data_parallel_rank": rank}

@@ -95,6 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias_of_factors": {"lora_bias": True},
     "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
     "head": {"target_modules": ["lm_head", "down_proj"]},
+    "dora_of_head": {"target_modules": ["lm_head", "q_proj"], "use_dora": True, "size": 0.1},
     "whole_ends": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "size": 0.1},
 }
 
@@ -262,19 +263,53 @@ def test_adapters_of_quantised_models_see_the_inputs_unquantised(case: str, tmp_
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3_moe"])
-def test_adapters_of_stacked_experts_equal_peft(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_adapters_of_an_fp8_mixture_see_the_inputs_unquantised(kind: str, tmp_path: Path) -> None:
+    """As peft computes them beside the same experts, dequantised."""
+    model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *made.fp8(kind))
+    models = PeftModels(model, tmp_path)
+    path = str(models.make("one", target_modules=["o_proj", "q_proj"], target_parameters=EXPERTS))
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    limits = StepLimits(64, 8, 128, adapters=LIMITS)
+    decoder = CpuDecoder(
+        spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, limits, keep_packed=True
+    )
+    AdapterSlots(LIMITS, decoder, SINGLE, checkpoint.weights).load(0, path)
+    uses = ((RowAdapter(0, 1.0),), ())
+    answers, logits = Driver(decoder).greedy(PROMPTS[:2], NEW_TOKENS, chunk=16, adapters=uses)
+    for name, prompt, answer, found in zip(("one", ""), PROMPTS, answers, logits, strict=False):
+        expected = models.logits(name, prompt, answer)
+        assert answer == expected.argmax(-1).tolist()
+        assert float(((found - expected) ** 2).mean().sqrt() / expected.std()) < 1e-3
+    assert float((logits[0] - models.logits("", PROMPTS[0], answers[0])).abs().max()) > 1e-2
+
+
+STACKED = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3_moe")
+
+
+def _packed_op_by_op(name: str) -> tuple[Decoder, AdapterSlots]:
+    """As a CPU's rank computes what is no program: with the CPU's kernels."""
+    model = reference(name)
+    decoder = Decoder(spec_of(model), source := DictSource(state_of(model)), torch.float32, adapters=LIMITS)
+    return decoder, AdapterSlots(LIMITS, decoder, SINGLE, lambda: source)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "program") for name in STACKED), ("qwen2_moe", "eager"), ("qwen2_moe", "op by op")]
+)
+def test_adapters_of_stacked_experts_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference(name), tmp_path)
-    decoder, slots = make(name, "program")
+    decoder, slots = _packed_op_by_op(name) if kind == "op by op" else make(name, kind)
     targets = {"target_modules": ["o_proj", "q_proj"], "target_parameters": EXPERTS}
     for slot in (0, 2):
         slots.load(slot, str(models.make(f"adapter {slot}", seed=slot, r=2 + slot, **targets)))
     uses = ((RowAdapter(2, 1.0),), (), (RowAdapter(0, 1.0),), (RowAdapter(2, 1.0),))
     answers, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=16, adapters=uses)
     check(answers, logits, models, ("adapter 2", "", "adapter 0", "adapter 2"))
-    plain, _ = make(name, "program", limits=None)
-    _, alone = Driver(plain).greedy(PROMPTS, NEW_TOKENS, chunk=16)
-    assert torch.equal(logits[1], alone[1])
+    if kind == "program":
+        plain, _ = make(name, "program", limits=None)
+        _, alone = Driver(plain).greedy(PROMPTS, NEW_TOKENS, chunk=16)
+        assert torch.equal(logits[1], alone[1])
 
 
 def test_adapters_of_single_experts_are_those_of_the_stack(tmp_path: Path) -> None:

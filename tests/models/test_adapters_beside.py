@@ -110,6 +110,21 @@ def test_constraints_choose_among_an_adapters_tokens(
         assert len({tuple(texts) for texts in found.values()}) > 1, "adapters choose others"
 
 
+@pytest.mark.system
+def test_two_ranks_evict_adapters_alike(folder: Path, models: PeftModels, loras: list[LoRARequest]) -> None:
+    """With room for one of three, each is read again for its turn, and both ranks have the same then."""
+    options = ENGINE | {"in_process": False, "tensor_parallel_size": 2, "max_loras": 1, "max_cpu_loras": 1}
+    with LLM(str(folder / "0"), **options, skip_tokenizer_init=True) as llm:
+        for lora in (*loras, None, *reversed(loras)):
+            expect(llm, models, lora)
+        prompts = [[*prompt, 7 + number] for number, prompt in enumerate(PROMPTS * 3)]
+        given = [*loras, *loras]
+        together = llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=given)
+        for prompt, lora, output in zip(prompts, given, together, strict=True):
+            (alone,) = llm.generate([prompt], PARAMS, use_tqdm=False, lora_request=lora)
+            assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 def test_adapters_are_there_after_sleep(folder: Path, models: PeftModels, loras: list[LoRARequest]) -> None:
     with LLM(str(folder / "0"), **ENGINE, enable_sleep_mode=True) as llm:
         for level in (0, 1, 2):

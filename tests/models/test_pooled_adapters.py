@@ -61,6 +61,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", TOKEN, {"task_type": "TOKEN_CLS", "use_rslora": True, "target_modules": ["query", "dense"]}),
     ("llama", SEQUENCE, {"target_modules": ["score", "v_proj"]}),  # factors for the classifier
     ("bert", SEQUENCE, {"target_modules": ["value", "classifier"], "bias": "lora_only", "use_dora": True, "size": 0.1}),
+    ("modernbert", SEQUENCE, {"target_modules": ["Wqkv", "Wo"], "modules_to_save": ["classifier", "head"]}),
 ]
 
 

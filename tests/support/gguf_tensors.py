@@ -28,6 +28,18 @@ def converted(arch: str, state: Mapping[str, Tensor], config: Config) -> dict[st
     return _stacked(found)
 
 
+def converted_factors(
+    arch: str, factors: Mapping[str, tuple[Tensor, Tensor]], config: Config
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of an adapter's modules, as `converted`: a B's rows are those of its matrix, and an A stays."""
+    firsts, seconds = dict[str, Tensor](), dict[str, Tensor]()
+    for module, (a, b) in factors.items():
+        for own, part in _parts(arch, f"{module}.weight", b, config):
+            firsts[own], seconds[own] = a, _adjusted(arch, own, part, config)
+    firsts, seconds = _stacked(firsts), _stacked(seconds)
+    return {own: (firsts[own], seconds[own]) for own in firsts}
+
+
 def alphas(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
     """Removes the tensors that GGUF stores as metadata, and returns their values per layer."""
     found: dict[str, list[float]] = {}

@@ -121,16 +121,52 @@ def convert(
     for key, alphas in gguf_tensors.alphas(converted).items():
         writer.add_array(key, alphas)
     for name, tensor in converted.items():
-        stem, suffix = name.rsplit(".", 1)
+        own = _name_in_file(names, name)
         values = tensor.float().numpy()
         if values.ndim > 1 and arch != "mamba2":  # whose vectors become columns
             values = values.squeeze()
-        own = stem if stem.startswith("blk.") else names.get_name(stem)
-        assert own is not None, f"the tables do not know {stem}"
-        is_small = stem.endswith(NOT_QUANTISED) or f"{own}.{suffix}".endswith(SMALL) or values.ndim == 1
+        is_small = name.rpartition(".")[0].endswith(NOT_QUANTISED) or own.endswith(SMALL) or values.ndim == 1
         wanted = Kind.F32 if is_small else kind
-        writer.add_tensor(f"{own}.{suffix}", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        writer.add_tensor(own, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     _write_rope_factors(writer, config)
+    return finish(writer, path)
+
+
+def _name_in_file(names: gguf.TensorNameMap, name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    own = stem if stem.startswith("blk.") else names.get_name(stem)
+    assert own is not None, f"the tables do not know {stem}"
+    return f"{own}.{suffix}"
+
+
+def save_adapter(
+    architecture: str,
+    config: Mapping[str, Any],
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    path: Path,
+    alpha: float,
+    kind: Kind = Kind.F32,
+    **metadata: Any,
+) -> Path:
+    """Writes an adapter as llama.cpp's convert_lora_to_gguf.py does. factors: (A, B) by the checkpoint's modules."""
+    arch = ARCHITECTURES[architecture]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for key, value in metadata.items():
+        _write(writer, key.replace("__", "."), value)
+    kind_of_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    num_layers = next(config[key] for key in ("num_hidden_layers", "n_layers", "n_layer") if key in config)
+    names = gguf.get_tensor_name_map(kind_of_arch, num_layers)
+    for name, pair in gguf_tensors.converted_factors(arch, factors, config).items():
+        own = _name_in_file(names, name)
+        for factor, tensor in zip("ab", pair, strict=True):
+            turned = tensor.T if (own, factor) == ("token_embd.weight", "a") else tensor
+            values = turned.contiguous().float().numpy()
+            is_divided = values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            wanted = kind if is_divided else Kind.F32
+            writer.add_tensor(f"{own}.lora_{factor}", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     return finish(writer, path)
 
 

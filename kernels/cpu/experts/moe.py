@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Required, TypedDict, Unpack
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu.experts.args import ExpertsArgs, RouteArgs
-from headrace.kernels.cpu.linear.args import GATED_ACTIVATIONS, PackedWeightC, ScratchNeed
-from headrace.kernels.cpu.linear.deltas import DeltaTable, PackedDelta
+from headrace.kernels.cpu.linear.args import GATED_ACTIVATIONS, PackedWeightC, RowAdaptersC, ScratchNeed
+from headrace.kernels.cpu.linear.deltas import DeltaTable, PackedDelta, PairedRows
 from headrace.kernels.cpu.linear.linear import (
     DTYPES,
     FLOAT_TYPES,
@@ -31,9 +31,10 @@ from headrace.kernels.cpu.linear.linear import (
 )
 from headrace.kernels.cpu.ops import why_no_op
 from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.runtime.threads import Step
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.expert_places import ExpertPlaces
-from headrace.kernels.low_rank import LowRankExperts
+from headrace.kernels.low_rank import AdaptedTokens, LowRankExperts, SlotLimits
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
@@ -66,6 +67,12 @@ class ExpertDeltas:
     """Adapters of a row."""
     most_width: int
     """Values of y of a row and adapter."""
+
+    @classmethod
+    def of(cls, gate_up: PackedLinear, down: PackedLinear, limits: SlotLimits) -> ExpertDeltas:
+        """gate_up, down: of any of the experts."""
+        first, second = (DeltaTable(weight, limits.dtype, limits.num_slots) for weight in (gate_up, down))
+        return cls(first, second, limits.most_used, 2 * (limits.max_rank + 1))
 
     def pack(self, delta: LowRankExperts) -> PackedExpertDeltas:
         return PackedExpertDeltas(self.gate_up.pack_stack(delta.gate_up), self.down.pack_stack(delta.down))
@@ -194,8 +201,22 @@ class PackedExperts:
         self.runtime.library.dll.hr_experts_scratch(ctypes.byref(args), ctypes.c_int64(max_rows), ctypes.byref(need))
         return need.shared_bytes, need.per_thread_bytes
 
+    def adaptable(self, limits: SlotLimits) -> tuple[PackedExperts, ExpertDeltas]:
+        """As `AdaptableExperts.adaptable`."""
+        deltas = ExpertDeltas.of(self.gate_up[0], self.down[0], limits)
+        return replace(self, deltas=deltas), deltas
+
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """As `ExpertWeights.apply`."""
+        return self._apply(x, expert_ids, weights, None)
+
+    def apply_adapted(self, x: Tensor, expert_ids: Tensor, weights: Tensor, adapters: AdaptedTokens) -> Tensor:
+        """As `AdaptedExperts.apply_adapted`."""
+        paired = PairedRows.of(adapters.slots, adapters.scales)
+        paired.put(args := RowAdaptersC())
+        return self._apply(x, expert_ids, weights, Step(adapters=ctypes.addressof(args)))
+
+    def _apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor, step: Step | None) -> Tensor:
         x, (num_rows, top_k) = x.contiguous(), expert_ids.shape
         if x.shape != (num_rows, self.hidden) or x.dtype not in DTYPES or weights.shape != expert_ids.shape:
             raise ValueError(
@@ -213,7 +234,7 @@ class PackedExperts:
         args.out, args.out_stride = pointer(out), self.hidden
         args.rows, args.fixed_rows = ROWS_FIXED, num_rows
         self.runtime.pool.reserve(*self.scratch(args, num_rows))
-        self.runtime.pool.run_op("hr_op_experts", args)
+        self.runtime.pool.run_op("hr_op_experts", args, step)
         del kept
         return out.to(x.dtype)
 

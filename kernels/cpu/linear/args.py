@@ -179,6 +179,24 @@ class DeltaC(ctypes.Structure):
     )
 
 
+class FactorRowsC(ctypes.Structure):
+    """Mirror of `FactorRows` in deltas.h."""
+
+    _fields_ = (
+        ("from_", ctypes.c_void_p),
+        ("to", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("num_places", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("from_type", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("panel_rows", ctypes.c_int32),
+    )
+
+
 class DeltaSiteC(ctypes.Structure):
     """Mirror of `DeltaSite` in deltas.h."""
 

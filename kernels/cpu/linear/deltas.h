@@ -63,6 +63,17 @@ struct DeltaSite {
   WeightType type;
 };
 
+// Rows of an adapter's A or B, and where they are packed: panels of [k, rows] values or, of bf16, [k/2, rows, 2].
+struct FactorRows {
+  const void* from;  // [num_rows, k], rows `stride` values apart
+  char* to;          // zeros
+  const int64_t* order;  // [num_places]: the row in each place, or -1; null: row i is in place i
+  int64_t num_rows, num_places, k, stride;
+  float scale;  // of the values
+  DType from_type, type;
+  int32_t panel_rows;
+};
+
 // The adapters of one run of a layer.
 struct DeltaRun {
   void (*add)(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit);

@@ -5,22 +5,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels.cpu.linear.args import (
+    DTYPES,
     FLOAT_TYPES,
     WEIGHT_TYPES,
     DeltaC,
     DeltaPanelC,
     DeltaSiteC,
     EmbedDeltaC,
+    FactorRowsC,
     RowAdaptersC,
 )
-from headrace.kernels.cpu.linear.linear import PackedLinear, tiles_of
+from headrace.kernels.cpu.linear.linear import PackedLinear, Runtime, tiles_of
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.low_rank import EmbeddingDelta, LowRank
 
@@ -56,31 +57,27 @@ class DeltaTable:
 
     def pack_stack(self, stack: Sequence[LowRank | None]) -> PackedDelta | None:
         """An adapter's parts of a stack of weights of one shape; None for those that stay as they are."""
-        deltas, kept = (DeltaC * len(stack))(), list[Any]()
+        deltas, packing = (DeltaC * len(stack))(), _Packing(self._weight.runtime, self._dtype)
         for found, delta in zip(deltas, stack, strict=True):
             if delta is not None and not delta.is_nothing:
-                kept += self._fill(found, delta)
-        return PackedDelta(deltas, sum(each.nbytes for each in kept), tuple(kept)) if kept else None
+                self._fill(found, delta, packing)
+        packing.run()
+        return PackedDelta(deltas, packing.nbytes, tuple(packing.kept)) if packing.kept else None
 
-    def _fill(self, found: DeltaC, delta: LowRank) -> list[Any]:
-        """Packs one weight's part. Returns what it points to."""
+    def _fill(self, found: DeltaC, delta: LowRank, packing: _Packing) -> None:
+        """Packs one weight's part."""
         found.width, found.replaces = len(delta.a), delta.whole is not None
-        kept: list[Any] = []
         if len(delta.a):
-            kept.append(a := self._panels(_whole_panels(delta.a)))
-            found.a = pointer(a)
+            found.a = packing.add(delta.a, HALF_ROWS)
         if delta.whole is None and self._are_whole_panels(delta):
-            panels, data = self._panels_of_parts(delta)
+            panels = self._panels_of_parts(delta, packing)
         else:
-            rows = delta.dense_b() if delta.whole is None else delta.whole
-            panels, data = self._panels_of_rows(delta, rows)
-        kept += [panels, *data]
-        found.panels = panels.ctypes.data
+            panels = self._panels_of_rows(delta, delta.dense_b() if delta.whole is None else delta.whole, packing)
+        found.panels = packing.keep(panels, panels.ctypes.data)
         for name in ("bias", "magnitude"):
             if (vector := getattr(delta, name)) is not None:
-                kept.append(line := self._in_order(vector.float()).contiguous())
-                setattr(found, name, pointer(line))
-        return kept
+                line = self._in_order(vector.float()).contiguous()
+                setattr(found, name, packing.keep(line, pointer(line)))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
         self._slots[slot] = None if packed is None else ctypes.addressof(packed.deltas)
@@ -100,17 +97,6 @@ class DeltaTable:
         row_bytes = 4 * (self._weight.k + 16)
         return max(BLOCK_BYTES, LEAST_GATHERED * row_bytes) + MOST_BLOCK_ROWS * PANEL_ROWS * 4
 
-    def _panels(self, rows: Tensor) -> Tensor:
-        """rows [panels, rows of a panel, k] in the layout of float.h, in the memory for adapters."""
-        rows = rows.to(self._dtype)
-        if self._dtype == torch.bfloat16:  # a pair is moved as one number
-            odd = rows.shape[2] % 2
-            rows = (torch.nn.functional.pad(rows, (0, 1)) if odd else rows.contiguous()).view(torch.int32)
-        memory, address = self._weight.runtime.adapter_arena.take(rows.nbytes)
-        offset = address - ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        found = torch.frombuffer(memory, dtype=rows.dtype, count=rows.numel(), offset=offset)
-        return found.view(rows.transpose(1, 2).shape).copy_(rows.transpose(1, 2))
-
     def _in_order(self, rows: Tensor) -> Tensor:
         """rows [n, ...] as the weight's panels have them: [panels * 32, ...], with zeros where a panel has no row."""
         found = rows[self._order.clamp(min=0)]
@@ -124,25 +110,24 @@ class DeltaTable:
         within = all(part.first_row // half == (part.first_row + len(part.b) - 1) // half for part in delta.parts)
         return within and half % PANEL_ROWS == 0 and not any(edge % PANEL_ROWS for edge in edges)
 
-    def _panels_of_parts(self, delta: LowRank) -> tuple[np.ndarray, list[Tensor]]:
+    def _panels_of_parts(self, delta: LowRank, packing: _Packing) -> np.ndarray:
         """As `_panels_of_rows`, where `_are_whole_panels` says so."""
         fan, half = self._weight.n // self._weight.columns, self._weight.columns
-        panels, data = np.zeros(len(self._order) // PANEL_ROWS, np.dtype(DeltaPanelC)), []
+        panels = np.zeros(len(self._order) // PANEL_ROWS, np.dtype(DeltaPanelC))
         for part in delta.parts:
-            data.append(packed := self._panels(part.b.unflatten(0, (-1, PANEL_ROWS))))
             which, first = divmod(part.first_row, half)
-            own = panels[first // PANEL_ROWS * fan + which :: fan][: len(packed)]
-            own["data"] = pointer(packed) + np.arange(len(packed)) * (packed.nbytes // len(packed))
-            own["begin"], own["count"] = part.first_column, part.b.shape[1]
-        return panels, data
+            rank, count = part.b.shape[1], len(part.b) // PANEL_ROWS
+            own = panels[first // PANEL_ROWS * fan + which :: fan][:count]
+            own["data"] = packing.add(part.b, PANEL_ROWS, part.scale) + np.arange(count) * packing.panel_bytes(rank)
+            own["begin"], own["count"] = part.first_column, rank
+        return panels
 
-    def _panels_of_rows(self, delta: LowRank, b: Tensor) -> tuple[np.ndarray, list[Tensor]]:
-        """[panels] of DeltaPanelC, and the memory that they point to."""
-        rows = self._in_order(b).unflatten(0, (-1, PANEL_ROWS))
-        spans = np.zeros((len(rows), 2), np.int64)
+    def _panels_of_rows(self, delta: LowRank, b: Tensor, packing: _Packing) -> np.ndarray:
+        """[panels] of DeltaPanelC"""
+        own = self._order.numpy().reshape(-1, PANEL_ROWS)
+        spans = np.zeros((len(own), 2), np.int64)
         if delta.whole is not None:
             spans[:, 1] = b.shape[1]
-        own = self._order.numpy().reshape(-1, PANEL_ROWS)
         for part in delta.parts:
             first, last = part.first_column, part.first_column + part.b.shape[1]
             touched = ((own >= part.first_row) & (own < part.first_row + len(part.b))).any(1)
@@ -150,16 +135,76 @@ class DeltaTable:
             spans[is_first] = first, last
             spans[touched, 0] = np.minimum(spans[touched, 0], first)
             spans[touched, 1] = np.maximum(spans[touched, 1], last)
-        panels = np.zeros(len(rows), np.dtype(DeltaPanelC))
-        data = []
+        panels = np.zeros(len(own), np.dtype(DeltaPanelC))
         for begin, end in np.unique(spans, axis=0):
-            chosen = np.flatnonzero((spans == (begin, end)).all(1))
             if begin == end:
                 continue
-            data.append(packed := self._panels(rows[torch.from_numpy(chosen), :, begin:end]))
-            panels["data"][chosen] = pointer(packed) + np.arange(len(chosen)) * (packed.nbytes // len(chosen))
+            chosen = np.flatnonzero((spans == (begin, end)).all(1))
+            at = packing.add(b[:, begin:end], PANEL_ROWS, order=own[chosen].reshape(-1))
+            panels["data"][chosen] = at + np.arange(len(chosen)) * packing.panel_bytes(end - begin)
             panels["begin"][chosen], panels["count"][chosen] = begin, end - begin
-        return panels, data
+        return panels
+
+
+class _Packing:
+    """The factors of one adapter for one weight or stack, packed by one call into the memory for adapters."""
+
+    def __init__(self, runtime: Runtime, dtype: torch.dtype) -> None:
+        self._runtime, self._dtype = runtime, dtype
+        self._jobs, self._sources = list[FactorRowsC](), list[object]()
+        self.kept = list[object]()
+        """What holds the memory that was pointed to."""
+        self.nbytes = 0
+
+    def panel_bytes(self, k: int) -> int:
+        """Of a panel of B."""
+        return PANEL_ROWS * self._padded(k) * self._dtype.itemsize
+
+    def add(self, rows: Tensor, panel_rows: int, scale: float = 1.0, order: np.ndarray | None = None) -> int:
+        """Notes rows [n, k], which are multiplied by `scale`, or those of `order` (-1: zeros). Returns where their
+        panels will be, in the layout of float.h."""
+        if rows.dtype not in DTYPES:
+            rows = rows.float()
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        (num_rows, k), count = rows.shape, len(rows) if order is None else len(order)
+        places = -(-count // panel_rows) * panel_rows
+        size = places * self._padded(k) * self._dtype.itemsize
+        memory, address = self._runtime.adapter_arena.take(size)
+        self.nbytes += size
+        self.kept.append(memory)
+        order = None if order is None else np.ascontiguousarray(order, np.int64)
+        self._sources += [rows, order]
+        self._jobs.append(
+            FactorRowsC(
+                from_=pointer(rows),
+                to=address,
+                order=None if order is None else order.ctypes.data,
+                num_rows=num_rows,
+                num_places=places,
+                k=k,
+                stride=rows.stride(0),
+                scale=scale,
+                from_type=DTYPES[rows.dtype],
+                type=DTYPES[self._dtype],
+                panel_rows=panel_rows,
+            )
+        )
+        return address
+
+    def keep(self, value: Tensor | np.ndarray, address: int) -> int:
+        """Holds what is read in place, of this address."""
+        self.kept.append(value)
+        self.nbytes += value.nbytes
+        return address
+
+    def run(self) -> None:
+        jobs = (FactorRowsC * len(self._jobs))(*self._jobs)
+        self._runtime.library.dll.hr_pack_factors(jobs, ctypes.c_int64(len(jobs)))
+        self._sources.clear()
+
+    def _padded(self, k: int) -> int:
+        return -(-k // 2) * 2 if self._dtype == torch.bfloat16 else k
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +243,6 @@ def _row_order(weight: PackedLinear) -> Tensor:
     rows = torch.where(index < half, index, -1).unflatten(0, (-1, PANEL_ROWS))
     parts = [torch.where(rows < 0, -1, rows + part * half) for part in range(fan)]
     return torch.stack(parts, 1).reshape(-1)
-
-
-def _whole_panels(rows: Tensor) -> Tensor:
-    """rows [n, k] with rows of zeros up to a whole number of panels: [panels, 16, k]"""
-    missing = -len(rows) % HALF_ROWS
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-    return padded.unflatten(0, (-1, HALF_ROWS))
 
 
 @dataclass(frozen=True, eq=False)

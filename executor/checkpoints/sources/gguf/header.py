@@ -85,11 +85,13 @@ class StringArray:
 class GGUFHeader:
     """Metadata by key, and tensors by name. Raises ModelError if the file is not a complete GGUF file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: np.ndarray | None = None) -> None:
+        """content: the file's bytes if they are in memory, [size] uint8; else it is mapped."""
         self.path = path
-        self._map = _mapped(path)
+        self._map: Any = _mapped(path) if content is None else content
         self._data = memoryview(self._map)
-        self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + self._map.nbytes)
+        mapped_bytes = self._map.nbytes if content is None else 0
+        self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + mapped_bytes)
         self._position = 0
         tensor_count, key_count = self._read_start()
         self.metadata: dict[str, Any] = {}

@@ -27,13 +27,17 @@ from headrace.ipc.control import LoadAdapter
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 
 _CHANGES = (400, 403, 404, 413, 415, 500, 503)
+_WHERE = "Folder as peft writes it or GGUF file, on the engines' hosts, or OWNER/REPOSITORY on the hub"
 
 
 class LoadLoRAAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/load_lora_adapter"""
 
     lora_name: Annotated[str, Meta(description="By which requests ask for it, as their model")] = ""
-    lora_path: Annotated[str, Meta(description="Folder on the engines' hosts, as peft writes it")] = ""
+    lora_path: Annotated[
+        str,
+        Meta(description=_WHERE),
+    ] = ""
     load_inplace: Annotated[
         bool, Meta(description="Replace a loaded adapter of this name; running requests keep the former one")
     ] = False
@@ -51,7 +55,10 @@ class SageMakerAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """POST /adapters, SageMaker's form of loading one"""
 
     name: str = ""
-    src: Annotated[str, Meta(description="Folder on the engines' hosts, as peft writes it")] = ""
+    src: Annotated[
+        str,
+        Meta(description=_WHERE),
+    ] = ""
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
     pin: Annotated[bool, Meta(description="Keep it in memory until it is unloaded")] = False
@@ -191,13 +198,9 @@ async def list_adapters(state: ServerState, exchange: Exchange) -> None:
 async def set_scales(state: ServerState, exchange: Exchange) -> None:
     """Sets with which scales adapters apply to requests without the field `lora`; those not named do not apply."""
     _check_allowed(state, exchange)
-    if state.options.api_server_count > 1:
-        raise bad_field(
-            "body", "these scales are of one HTTP process, and this server has several: give lora in each request"
-        )
     asked = await exchange.prepare(_scales_in)
     adapters = state.pool.adapters
-    adapters.default_scales = {name: scale for name, scale in scales_of(adapters, asked, "body").items() if scale}
+    await adapters.scale(scales_of(adapters, asked, "body"))
     await exchange.answer(msgspec.json.encode(_listed(state)))
 
 
