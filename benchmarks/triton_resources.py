@@ -25,6 +25,7 @@ from report import write_report
 from torch import Tensor
 from triton_compile import LaunchRecord, Resources, compile_launch, digest_of, record
 
+from headrace.kernels.low_rank import SlotLimits
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.latent import LatentUp
@@ -40,6 +41,7 @@ from headrace.kernels.triton import (
     linear,
     logits,
     logprobs,
+    low_rank,
     moe,
     norms,
     rotary_cache,
@@ -322,8 +324,25 @@ def moe_cases() -> dict[str, Run]:
     }
 
 
+def adapter_cases() -> dict[str, Run]:
+    """Of the joined projections of Llama-3.1-8B, with 8 adapters of rank 16."""
+    limits = SlotLimits(BF16, 8, 2, 16)
+
+    def added(num_tokens: int, most_used: int) -> Run:
+        deltas = low_rank.TritonDeltas(limits, 6144, 4096, 3, None, torch.device("meta"))
+
+        def run() -> Tensor:
+            slots, scales = meta(num_tokens, most_used, dtype=INT32), meta(num_tokens, most_used, dtype=FP32)
+            tokens = low_rank.SortedTokens.of(slots, scales, limits.num_slots, BF16)
+            return deltas.added_to_sorted(meta(num_tokens, 4096), meta(num_tokens, 6144), tokens)
+
+        return run
+
+    return {"adapters, 8 tokens": added(8, 1), "adapters, 4096 tokens": added(4096, 1), "two adapters": added(64, 2)}
+
+
 def all_cases() -> Mapping[str, Run]:
-    kinds = (attention_cases, latent_cases, row_cases, sampling_cases, linear_cases, moe_cases)
+    kinds = (attention_cases, latent_cases, row_cases, sampling_cases, linear_cases, moe_cases, adapter_cases)
     return MappingProxyType({name: run for cases in kinds for name, run in cases().items()})
 
 

@@ -27,13 +27,14 @@ from headrace.executor.adapters.adapter import (
     check_factors,
     read_whole,
 )
-from headrace.executor.adapters.peft_config import CONFIG_NAME
+from headrace.executor.adapters.peft_config import MOST, MOST_INVOCATION_TOKENS
 from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES, architecture_of
 from headrace.executor.checkpoints.sources.gguf.file import GGUFWeights
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import families
+from headrace.ipc.adapters import CONFIG_NAME
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
@@ -114,10 +115,12 @@ def _scaling(header: GGUFHeader) -> GGUFScaling:
     if unknown:
         raise ModelError(f"the adapter {path} has unknown keys {printable(', '.join(unknown))[:200]}")
     alpha, tokens = metadata.get(ALPHA, 0.0), metadata.get(TOKENS, np.zeros(0, np.uint32))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:
-        raise ModelError(f"the adapter {path}: {ALPHA} is {alpha!r:.80}; a number from 0 on is expected")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= MOST:
+        raise ModelError(f"the adapter {path}: {ALPHA} is {alpha!r:.80}; a number from 0 to {MOST} is expected")
     if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or (tokens.astype(np.int64) < 0).any():
         raise ModelError(f"the adapter {path}: {TOKENS} is no list of token ids")
+    if len(tokens) > MOST_INVOCATION_TOKENS:
+        raise ModelError(f"the adapter {path}: {TOKENS} has {len(tokens)} tokens, over {MOST_INVOCATION_TOKENS}")
     return GGUFScaling(float(alpha), tuple(tokens.tolist()))
 
 

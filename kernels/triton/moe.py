@@ -121,9 +121,9 @@ class TritonExperts:
         )
         blocks = (order, starts, block_experts, block_firsts)
         inner = torch.empty((num_pairs, self._inner), dtype=x.dtype, device=x.device)
-        _multiply(x, self._gate_up, self._gate_up_bias, blocks, None, inner, top_k, self._activation, tiles)
+        multiply(x, self._gate_up, self._gate_up_bias, blocks, None, inner, top_k, self._activation, tiles)
         parts = torch.empty((num_pairs, self._hidden), dtype=torch.float32, device=x.device)
-        _multiply(inner, self._down, self._down_bias, blocks, weights, parts, 1, None, tiles)
+        multiply(inner, self._down, self._down_bias, blocks, weights, parts, 1, None, tiles)
         sum_experts_kernel[(num_rows, -(-self._hidden // SUMMED_COLUMNS))](
             parts, expert_ids, out, self._num_experts, self._hidden, TOP_K=top_k, BLOCK=SUMMED_COLUMNS, num_warps=4
         )
@@ -146,7 +146,7 @@ def _packed(stack: ExpertStack) -> Packed:
     return TritonLinear(stack.codes.flatten(0, 1), stack.scales.flatten(0, 1), None, zeros).packed
 
 
-def _multiply(
+def multiply(
     x: Tensor,
     packed: Packed,
     bias: Tensor | None,

@@ -209,7 +209,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "of another model": ({"module": "model.layers.7.self_attn.q_proj"}, "no matrices that adapters change under .*blk"),
     "a high rank": ({"rank": 9}, "has factors of rank 9, and max_lora_rank is 8"),
     "of another size": ({"module": "model.layers.0.self_attn.k_proj"}, r"a matrix of \[64, 64\], and the model's has"),
-    "no scale": ({"alpha": -1.0}, "adapter.lora.alpha is -1.0; a number from 0 on"),
+    "no scale": ({"alpha": -1.0}, "adapter.lora.alpha is -1.0; a number from 0 to"),
+    "endless tokens": ({"adapter__alora__invocation_tokens": [5] * 129}, "has 129 tokens, over 128"),
     "no tokens": ({"adapter__alora__invocation_tokens": "five"}, "invocation_tokens is no list of token ids"),
     "an unknown key": ({"adapter__lora__gamma": 1}, "unknown keys adapter.lora.gamma"),
 }

@@ -88,7 +88,7 @@ class GGUFHeader:
     def __init__(self, path: Path, content: np.ndarray | None = None) -> None:
         """content: the file's bytes if they are in memory, [size] uint8; else it is mapped."""
         self.path = path
-        self._map: Any = _mapped(path) if content is None else content
+        self._map = _mapped(path, content)
         self._data = memoryview(self._map)
         mapped_bytes = self._map.nbytes if content is None else 0
         self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + mapped_bytes)
@@ -249,8 +249,10 @@ class GGUFHeader:
         return TensorRecord(name, shape, type_number, kind.name, block_size, block_bytes, data, self._pages)
 
 
-def _mapped(path: Path) -> Any:
-    """The file's bytes, memory-mapped: [size] uint8. Raises ModelError."""
+def _mapped(path: Path, content: np.ndarray | None) -> Any:
+    """The file's bytes, memory-mapped unless they are given: [size] uint8. Raises ModelError."""
+    if content is not None:
+        return content
     try:
         require_file(path)
         return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
