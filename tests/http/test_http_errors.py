@@ -391,6 +391,9 @@ def test_a_prompt_that_is_too_long_is_answered_in_openais_words(server, client):
 
 
 def test_an_unknown_model_or_route_or_method(server, client):
+    assert client.post(COMPLETIONS, json={"model": "", "prompt": [5], "max_tokens": 1}).status_code == 200, (
+        "none is named"
+    )
     check_error(client.post(COMPLETIONS, json={"prompt": [5], "model": "gpt"}), 404, "model", "does not exist")
     check_error(client.get("/v1/models/gpt"), 404, "model", "does not exist")
     check_error(client.get("/v1/nothing"), 404, None, "there is no /v1/nothing")

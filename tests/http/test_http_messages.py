@@ -271,6 +271,13 @@ def test_texts_in_blocks_of_other_kinds_reach_the_model():
     expected = ["T\na", "C\nb", "R\nhttps://x\nb"]
     ((role, content),) = texts_of({"role": "user", "content": blocks})
     assert (role, [each["text"] for each in content]) == ("user", expected)
+    searched = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "found"},
+    ]
+    ((_, content),) = texts_of({"role": "assistant", "content": searched})
+    assert [each["text"] for each in content] == ["found"], "Anthropic's servers did the rest"
     result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
     assert texts_of({"role": "user", "content": [result]}) == [("tool", "\n".join(expected))]
 

@@ -224,6 +224,14 @@ def test_items_of_an_earlier_turn_reach_the_template(client):
     ResponseItemList.model_validate(stored.model_dump(), strict=True)
 
 
+def test_a_choice_of_a_tool_as_chats_write_it_means_the_same():
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, expected in ((named, named), ({"type": "auto"}, "auto"), ({"type": "required"}, "required")):
+        body = {"input": "x", "tools": [WEATHER], "tool_choice": choice}
+        request = RequestDecoder(strict=True).decode(json.dumps(body).encode(), ResponsesRequest)
+        assert as_chat(request, [], [WEATHER]).tool_choice == expected
+
+
 def test_a_conversation_that_another_model_began_is_read(client):
     """With calls of tools that OpenAI's models know, which clients run, and with what OpenAI's servers did."""
     run = {"type": "exec", "command": ["ls"], "env": {}}

@@ -12,6 +12,9 @@ from http_server import ask, serving, stream
 from null_with_tokenizer import PARROT
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from headrace.frontend.http.apis.openai.tool_choice import tool_choice_of
+from headrace.frontend.text.formats.choice import ToolChoice
+
 CHAT = "/v1/chat/completions"
 TOOLS = [weather(), NOW]
 ZURICH = {"city": 'Zü"r</tool_call>ich [x] {', "days": 3}
@@ -268,6 +271,17 @@ def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):
         "tool_calls"
     ]
     assert [call["function"]["name"] for call in calls] == ["now"]
+
+
+def test_a_choice_as_other_apis_write_it_means_the_same():
+    """Mistral's, Anthropic's, and that of responses."""
+    required = ToolChoice(TOOLS, TOOLS)
+    for choice in ("any", {"type": "any"}, {"type": "required"}):
+        assert tool_choice_of(TOOLS, choice) == required
+    assert tool_choice_of(TOOLS, {"type": "auto"}) == ToolChoice(TOOLS)
+    assert tool_choice_of(TOOLS, {"type": "none"}) == ToolChoice()
+    for kind in ("tool", "function"):
+        assert tool_choice_of(TOOLS, {"type": kind, "name": "now"}) == ToolChoice(TOOLS, [NOW], is_named=True)
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,9 @@ def test_a_cache_salt_separates_the_prefix_cache_on_every_route(server, path):
         ({"session_id": "s"}, {"prompt_cache_key": "s"}),
         ({"extra_key": "s"}, {"cache_salt": "s"}),
         ({"stopSequences": ["x"]}, {"stop": ["x"]}),
+        ({"mirostat_target": 3, "mirostat_lr": 0.2}, {"mirostat_tau": 3.0, "mirostat_eta": 0.2}),
+        ({"dry_penalty_range": 9, "nsigma": 1.5}, {"dry_penalty_last_n": 9, "top_n_sigma": 1.5}),
+        ({"temperature_last": True, "mode": "instruct", "truncation_length": 9, "pad_token_id": 0}, {}),
     ],
 )
 def test_a_field_of_another_server_is_taken_as_the_one_that_means_the_same(extra, expected):
@@ -424,6 +427,7 @@ def test_a_priority_that_the_engine_does_not_read_is_told_once(caplog):
         ({"type": "json_object", "value": SCHEMA}, ("json", SCHEMA)),
         ({"type": "json_schema", "schema": SCHEMA}, ("json", SCHEMA)),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}, "schema": None}, ("json", SCHEMA)),
+        ({"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}, ("json", SCHEMA)),
         ({"type": "regex", "value": "a+"}, ("regex", "a+")),
         ({"type": "grammar", "grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
         ({"type": "json_object"}, ("json_object", True)),

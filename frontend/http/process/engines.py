@@ -35,7 +35,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
     all engines of the model share. The router chooses where a request runs. Raises ApiError: 404 for an unknown model,
     503 if no engine is available."""
     known = pool.names
-    if model is None and known:
+    if not model and known:  # an empty name is none, as in vLLM
         model = known[0]
     name = adapter_named(pool.adapters, known, model)
     if name is None and model not in known and known:

@@ -272,7 +272,8 @@ def from_response_format(response_format: Any) -> StructuredOutputsParams | None
         )
     given = {key: value for key, value in response_format.items() if key != "type" and value is not None}
     keys = _KEYS_OF_FORMATS[kind]
-    if unknown := [key for key in given if key not in keys]:
+    about = ("name", "description", "strict") if kind == "json_schema" else ()  # beside the schema, as in responses
+    if unknown := [key for key in given if key not in (*keys, *about)]:
         has = f"has {', '.join(keys)}" if keys else "has nothing besides its type"
         raise InvalidRequestError(f"SamplingParams.response_format: {unknown[0]!r:.80} is unknown; one of {kind} {has}")
     form = next((given[key] for key in keys if key in given), None)

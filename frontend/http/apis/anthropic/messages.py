@@ -237,6 +237,8 @@ def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[s
                 pass  # encrypted by its writer, so it cannot be read here
             case "tool_addition" | "tool_removal":
                 offered.change(block, at)
+            case str() as kind if kind == "server_tool_use" or kind.endswith("_tool_result"):
+                pass  # what Anthropic's servers did for the text that follows
             case _:
                 texts.append({"type": "text", "text": _text_of(block, at)})
     if not (texts or thoughts or calls):

@@ -20,6 +20,7 @@ NO_STRICT_CALLS = (
 
 def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:
     """Returns the tools that the model sees, and those it must call. Raises ApiError, which names the field."""
+    choice = _in_openais_form(choice)
     if tools == []:
         raise bad_field("tools", "`tools` must not be an empty array: leave it out, or give those that may be called")
     check_tools(tools)
@@ -53,6 +54,20 @@ def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> 
         "tool_choice must be none, auto, required, {type: function, function: {name: ...}} or "
         "{type: allowed_tools, allowed_tools: {mode: ..., tools: [...]}}",
     )
+
+
+def _in_openais_form(choice: Any) -> Any:
+    """A choice as Mistral's, Anthropic's and the Responses API write it, in the form of chat completions."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "any":
+        return "required"
+    if not isinstance(choice, dict):
+        return choice
+    if kind in ("auto", "none", "required"):
+        return kind
+    if kind in ("function", "tool") and "name" in choice and "function" not in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
 
 
 def check_tools(tools: Tools | None) -> None:

@@ -386,6 +386,10 @@ def _choice(choice: str | Item | None, where: str = "tool_choice") -> str | Item
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
+    if kind in ("auto", "none", "required"):
+        return str(kind)
+    if kind == "function" and isinstance(choice.get("function"), dict):  # as in chat completions
+        choice = {**choice, **choice["function"]}
     if kind in ("function", "custom"):
         if not isinstance(choice.get("name"), str):
             raise bad_field(f"{where}.name", f"{where} needs the name of a tool: give {{type: {kind}, name: ...}}")

@@ -191,7 +191,8 @@ _SAME: Mapping[str, str] = types.MappingProxyType(
         **{"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"},
         **{"topP": "top_p", "topK": "top_k", "minP": "min_p"},
         **dict.fromkeys(("typ_p", "typical"), "typical_p"),
-        "mirostat_mode": "mirostat",
+        **{"mirostat_mode": "mirostat", "mirostat_target": "mirostat_tau", "mirostat_lr": "mirostat_eta"},
+        **{"dry_penalty_range": "dry_penalty_last_n", "nsigma": "top_n_sigma", "top_nsigma": "top_n_sigma"},
         **dict.fromkeys(("random_seed", "sampling_seed"), "seed"),
         **dict.fromkeys(("n_cmpl", "candidateCount", "num_return_sequences"), "n"),
         **dict.fromkeys(("thinking_budget_tokens", "reasoning_budget", "thinkingBudget"), "thinking_budget"),
@@ -234,6 +235,9 @@ _TUNING: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
         # of TGI and SGLang
         **{"details": (), "stream_reasoning": (True,), "separate_reasoning": (True,), "log_metrics": ()},
         **{"return_cached_tokens_details": (False,), "priority_level": (), "top_a": (0,)},
+        # of TabbyAPI and text-generation-webui
+        **{"temperature_last": (False,), "min_temp": (), "max_temp": (), "truncation_length": (), "mode": ()},
+        **{"repetition_decay": (0,), "repetition_penalty_range": (-1,), "penalty_range": (-1,), "pad_token_id": ()},
         # of Mistral, DashScope and Gemini
         **{"prompt_mode": (), "incremental_output": (), "result_format": ("message",), "safety_settings": ()},
         **{"safetySettings": (), "labels": ()},
