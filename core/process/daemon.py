@@ -36,6 +36,7 @@ from headrace.ipc.process.child import (
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.program import occupy_standard_descriptors
+from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import KeyFileError, use_keys
 from headrace.ipc.wait import Deadline
@@ -263,6 +264,8 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
     sys.setswitchinterval(2e-4)
     # All objects of the start-up stay alive, torch's too: collections while streaming should not traverse them.
     gc.freeze()
+    give_back_freed_memory()
+    release_unchanged_files()
     try:
         core.run()
     except BaseException as error:

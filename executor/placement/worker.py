@@ -59,6 +59,7 @@ from headrace.ipc.process.background import Background
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
+from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
@@ -162,6 +163,8 @@ class Worker:
         self._steps = RingReader(memory.steps, load.steps, start.rank - start.first_rank, self._mailbox)
         self.report("idle")
         gc.freeze()  # so that no garbage collection scans these objects while tokens stream
+        give_back_freed_memory()
+        release_unchanged_files()
         self._channel.send(Allocated(startup_s=(self._startup_s,)))
         with contextlib.suppress(RingInterruptedError):
             self._serve(rank, self._steps)

@@ -4,17 +4,15 @@ the packed weights and the whole files that they were packed from. The page cach
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import re
 from pathlib import Path
 
+from headrace.ipc.process.resources import release_pages
+
 WINDOW_BYTES = 8 << 20
 """Bytes that may be read before pages are released: more than most tensors have, so that no tensor is read twice."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \S+\s+(/.*)")
-_MADV_DONTNEED = 4
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedPages:
@@ -53,5 +51,5 @@ class MappedPages:
     def _let_go(self) -> None:
         """Releases the whole mapping, not only the pages that were read: the kernel also maps their neighbours in the
         page cache, up to a huge page."""
-        _madvise(self._first, self._last - self._first, _MADV_DONTNEED)
+        release_pages(self._first, self._last)
         self._read_bytes = 0

@@ -36,7 +36,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.frontend.tracing.tracer import tracer_of
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
-from headrace.ipc.process.resources import raise_file_limit
+from headrace.ipc.process.resources import give_back_freed_memory, raise_file_limit, release_unchanged_files
 from headrace.ipc.transport.hosts import any_host, bare_host, host_port
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
@@ -297,6 +297,8 @@ class HttpServer:
         if self.on_ready is not None:
             renderer().start()  # not before: it would take processor time from the engines' start
             self.on_ready()
+        give_back_freed_memory()
+        release_unchanged_files()
 
     async def _drain(self, state: ServerState, connections: Connections, dead: asyncio.Task[Any]) -> None:
         """Waits until all is answered that came over the connections that there are, or for the deadline (which a
