@@ -103,7 +103,7 @@ class Admission:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
-        if (failure := self._check_inputs(message)) is not None:
+        if message.inputs and (failure := self._check_inputs(message)) is not None:
             return failure
         if message.adapters and self._plan.adapters is None:
             return self.refusal("adapters are given, and this engine takes none: start it with enable_lora")
@@ -112,11 +112,10 @@ class Admission:
                 self.refusal("a request that pools has no output to go on from") if message.num_resumed_tokens else None
             )
         sampling = message.task.sampling
-        return self._check_sampling(sampling) or self._check_resumed(message, sampling)
+        failure = self._check_sampling(sampling)
+        return failure or (self._check_resumed(message, sampling) if message.num_resumed_tokens else None)
 
     def _check_inputs(self, message: AddRequest) -> Failure | None:
-        if not message.inputs:
-            return None
         num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
         if problem := problem_of(message.inputs, num_prompt_tokens, self._row_inputs, self._input_width, self._dtype):
             return self.refusal(problem)
@@ -158,7 +157,7 @@ class Admission:
 
     def _check_resumed(self, message: AddRequest, sampling: Sampling) -> Failure | None:
         most = sampling.max_tokens
-        if message.num_resumed_tokens and sampling.seed is None:
+        if sampling.seed is None:
             return self.refusal("a request that goes on here must bring the seed that it had")
         if message.num_resumed_tokens >= most:
             return self.refusal(f"{message.num_resumed_tokens} tokens are there already, of max_tokens {most}")

@@ -35,13 +35,15 @@ class PlanBuilder:
         self.decodes = rows
         self._block_tables += tables.tolist()
         self._block_ids += blocks.tolist()
-        self._spend(len(rows))
+        self.budget -= len(rows)
+        self.total_tokens += len(rows)
 
     def lengthen(self, index: int, count: int, tables: list[int], blocks: list[int]) -> None:
         """Adds `count` tokens that are not known to be right to the decode at `index`. Its row's block table tables[i]
         grew by blocks[i]."""
         self._lengthened[index] = self._lengthened.get(index, 0) + count
-        self._spend(count)
+        self.budget -= count
+        self.total_tokens += count
         self._block_tables += tables
         self._block_ids += blocks
 
@@ -58,15 +60,11 @@ class PlanBuilder:
         """Adds `count` tokens of a prefill. The row's block table tables[i] grew by blocks[i]. extra_budget: tokens of
         the budget that they cost in addition to `count`."""
         self._granted[row] = self.granted(row) + count
-        self._spend(count)
-        self.budget -= extra_budget
+        self.budget -= count + extra_budget
+        self.total_tokens += count
         if row not in self._admitted:
             self._block_tables += tables
             self._block_ids += blocks
-
-    def _spend(self, count: int) -> None:
-        self.budget -= count
-        self.total_tokens += count
 
     def granted(self, row: int) -> int:
         return self._granted.get(row, 0)

@@ -476,7 +476,9 @@ class Scheduler:
         room = (held + tables.num_free_to_grow()) * block_size - start
         if room < count and not self.config.chunked_prefill:
             return
-        count, extra = self._affordable(builder, row, start, min(count, room))
+        count, extra = min(count, room), 0
+        if self.config.prompt_logprobs_cost and count > 0:
+            count, extra = self._affordable(builder, row, start, count)
         if count <= 0:
             return
         builder.extend(row, count, *tables.extend(row, max(0, -(-(start + count) // block_size) - held)), extra)
@@ -489,7 +491,7 @@ class Scheduler:
         request, cost = self.rows.requests[row], self.config.prompt_logprobs_cost
         if request is None:
             raise InconsistentError(f"row {row} is planned without a request")
-        if request.sampling.prompt_logprobs is None or not cost or count <= 0:
+        if request.sampling.prompt_logprobs is None:
             return count, 0
         unreported = max(0, min(count, request.sampling.prompt_logprob_start - 1 - start))
         if self.config.chunked_prefill:

@@ -38,7 +38,7 @@ class AdapterColumns:
         self._by_row: dict[int, tuple[RowAdapter, ...]] = {}
 
     def enter(self, new: NewRow) -> None:
-        if adapters := tuple(each for each in new.adapters if each.scale != 0.0):
+        if new.adapters and (adapters := tuple(each for each in new.adapters if each.scale != 0.0)):
             self._by_row[new.row] = adapters
 
     def leave(self, rows: np.ndarray) -> None:

@@ -314,7 +314,7 @@ def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[A
                 num_resumed_tokens=len(sequence.token_ids),
                 inputs=prompt.inputs,
                 notes_steps=stream.trace is not None and stream.trace.wants_steps,
-                adapters=_uses(prompt.adapters, sequence.adapter_identities, registered),
+                adapters=_uses(prompt.adapters, sequence.adapter_identities, registered) if prompt.adapters else (),
             )
         )
     return messages

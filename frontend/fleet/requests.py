@@ -48,7 +48,7 @@ from headrace.ipc.failure import (
     RequestFailedError,
     let_interrupts_pass,
 )
-from headrace.ipc.prefix_names import PrefixKey
+from headrace.ipc.prefix_names import NO_KEY, PrefixKey
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,9 @@ class RoutedRequests(Engines, RequestListener):
             NO_PROGRESS,
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
-            prefix_key=PrefixKey(prompt.cache_salt, adapters=self.adapters.key_of(prompt), inputs=prompt.inputs),
+            prefix_key=NO_KEY
+            if is_one
+            else PrefixKey(prompt.cache_salt, adapters=self.adapters.key_of(prompt), inputs=prompt.inputs),
             num_outputs=request.params.n,
             priority=request.priority,
             affinity=affinity,

@@ -107,6 +107,7 @@ class OutputFormats:
         self._reads_calls = enable_auto_tool_choice
         self._found = functools.lru_cache(maxsize=16)(lambda template: _found(template, own))
         self._warn_where_hidden = functools.lru_cache(maxsize=16)(_warn_where_hidden)
+        self._chosen = functools.lru_cache(maxsize=64)(self._choose)
 
     @property
     def named_reasoning(self) -> ReasoningFormat | None:
@@ -115,17 +116,20 @@ class OutputFormats:
 
     def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
         """The formats of the answers to this prompt."""
-        found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
+        return self._chosen(prompt.template, bool(choice.shown), bool(choice.forced))
+
+    def _choose(self, template: str, shows_tools: bool, is_forced: bool) -> AnswerFormats:
+        found = self._found(template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
         calls = self._calls or (found.calls if self._finds_calls else None)
         reasoning = self._reasoning or (found.reasoning if self._finds_reasoning else None)
-        if choice.shown:
-            self._warn_where_hidden(prompt.template, is_format_lacking=self._finds_calls and calls is None)
-        reads_calls = bool(choice.forced or (self._reads_calls and choice.shown))
+        if shows_tools:
+            self._warn_where_hidden(template, is_format_lacking=self._finds_calls and calls is None)
+        reads_calls = is_forced or (self._reads_calls and shows_tools)
         channels = (calls or reasoning or OutputFormat()).channels
         if channels is not None:
             return AnswerFormats(None, None, None, channels, reads_calls)
         calls = calls if calls is not None and calls.calls is not None else None
-        if choice.forced:
+        if is_forced:
             calls = calls or OutputFormat(calls=PLAIN_CALLS)
         elif not reads_calls:
             calls = None
