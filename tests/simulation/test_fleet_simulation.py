@@ -130,7 +130,7 @@ def test_each_change_of_membership_is_a_line_of_the_log(caplog: pytest.LogCaptur
     frontends = COORDINATED.num_frontends
     assert told["has left"] == told["is forgotten: no coordinator has told of it of late"] == frontends
     for number in range(COORDINATED.num_engines):
-        found = f" at engine-{number} (simulated) is connected"
+        found = f" at engine-{number} (simulated) is there"
         assert sum(each.endswith(found) for each in caplog.messages) >= frontends, number
 
 
