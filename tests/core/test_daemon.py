@@ -36,7 +36,13 @@ from headrace.ipc.messages import (
     Welcome,
 )
 from headrace.ipc.transport.keys import make_key_file
-from headrace.ipc.transport.sockets import ipc_path, new_ipc_address, sweep_sockets
+from headrace.ipc.transport.sockets import (
+    ipc_path,
+    new_ipc_address,
+    remove_leftover,
+    remove_leftovers_of,
+    sweep_sockets,
+)
 
 NULL = "headrace.executor.testing.null:NullExecutor"
 FOREVER = 30_000
@@ -505,6 +511,20 @@ def test_sockets_of_other_containers_and_hosts_are_not_swept(runtime_directory):
             os.utime(path, (0, 0))
         new_ipc_address("engine")
         assert sorted(runtime_directory.iterdir()) == sorted([in_container, of_another_host, of_a_user])
+
+
+def test_what_a_child_has_left_is_no_socket_of_another_containers_process_with_its_number(runtime_directory):
+    """Two containers on one folder may have a process of one number each: theirs answers."""
+    made = ipc_path(new_ipc_address("engine")).name.replace(f"-{os.getpid()}-", "-4194305-")
+    alive = runtime_directory / made
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(alive))
+        listener.listen()
+        remove_leftovers_of(4194305)
+        remove_leftover(f"ipc://{alive}")
+        assert alive.exists()
+    remove_leftovers_of(4194305)
+    assert not alive.exists()
 
 
 def test_a_killed_engines_socket_goes_with_it_and_others_leftovers_with_the_next_start(runtime_directory):
