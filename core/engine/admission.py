@@ -145,6 +145,7 @@ class Admission:
         if task.columns and max(task.columns) >= width:
             return self.refusal(f"columns has {max(task.columns)}, and vectors have {width} values")
         if (others := task.compared_with) is not None:
+            width = min(width, task.dimensions or width)
             if others.dtype != "float32" or len(others.shape) != 2 or others.shape[1] != width:
                 return self.refusal(f"compared_with must be float32 [n, {width}], not {others!r}")
             if not np.isfinite(others.numpy()).all():

@@ -28,7 +28,7 @@ class Fleet(Protocol):
     """The part of EnginePool that Discovery uses."""
 
     def add(self, source: Source, rank: int | None = None) -> object: ...
-    def let_go(self, address: str) -> None: ...
+    def let_go(self, address: str, *, may_return: bool) -> None: ...
     def note_loads(self, loads: Loads) -> None: ...
 
 
@@ -42,15 +42,18 @@ class Discovery:
         *,
         connect: Callable[[str], Transport] | None = None,
         source_of: Callable[[str], Source] | None = None,
+        forgotten_return: bool = False,
     ) -> None:
         """peer_timeout_s: how long engines and coordinators may be silent. connect, source_of: make the transport to a
-        coordinator and the source of an engine from an address; by default both use ZeroMQ."""
+        coordinator and the source of an engine from an address; by default both use ZeroMQ. forgotten_return: engines
+        that coordinators hear no more of are started again, for which they may need longer than they are remembered."""
         self.coordinators = tuple(coordinators)
         self.directory = Directory(coordinators)
         self._connect_to, self._peer_timeout_s = connect or self._dial, peer_timeout_s
         self._resolves_names = connect is None
         self._ipv6: dict[str, bool] = {}  # coordinators not connected to, and whether they are reached by IPv6
         self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)
+        self._forgotten_return = forgotten_return
         self._transports: dict[str, Transport] = {}
         self._fleet: Fleet | None = None
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +81,7 @@ class Discovery:
                 fleet.add(self._source_of(entry.address), entry.rank)
                 # A draining engine tells its clients itself; an entry's is_draining might be of a life that is over.
             case Left(entry):
-                fleet.let_go(entry.address)
+                fleet.let_go(entry.address, may_return=self._forgotten_return and not change.withdrew)
             case Loads():
                 fleet.note_loads(change)
         if not isinstance(change, Loads):

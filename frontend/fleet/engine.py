@@ -36,6 +36,8 @@ class Engine(CoreListener):
         self.names: tuple[str, ...] = ()
         self.failure: Failure | None = None
         """Why it is not connected; None before its first connection."""
+        self.may_return = False
+        """It was removed, and another will be added in its place."""
         self.follows_prefixes = False
         """Whether its current connection subscribes to the content of its prefix cache."""
         self.busy_since_s = 0.0

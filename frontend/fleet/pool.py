@@ -199,12 +199,14 @@ class EnginePool(RoutedRequests):
         self._begin(engine)
         return engine
 
-    def let_go(self, address: str) -> None:
-        """Removes the engine at this address for good. While it is connected, its requests continue."""
+    def let_go(self, address: str, *, may_return: bool = False) -> None:
+        """Removes the engine at this address. While it is connected, its requests continue. may_return: another will
+        be added in its place, for which requests wait that no other engine can run."""
         engine = self._by_address.get(address)
         if engine is None:
             return
         engine.source.let_go()
+        engine.may_return = may_return
         if engine.client is None and engine.task is not None:
             engine.task.cancel()
             self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
@@ -280,7 +282,8 @@ class EnginePool(RoutedRequests):
         if self._by_address.get(engine.source.address) is engine:
             del self._by_address[engine.source.address]
         self._forget_names()
-        self._carry_out(self.router.give_up(engine.name, failure))
+        if not engine.may_return:
+            self._carry_out(self.router.give_up(engine.name, failure))
 
     def _note_start(self) -> None:
         """Sets `started` once it applies: of several engines that others run, some may be missing."""

@@ -197,6 +197,14 @@ OF_TOKENS = Pooling(
             {"kinds": ("token_embed",), "compared_with": Tensor.from_numpy(np.ones((2, WIDTH), np.float32))},
             f"compared_with must be float32 [n, {WIDTH + 2}]",
         ),
+        (
+            {
+                "kinds": ("token_embed",),
+                "dimensions": 2,
+                "compared_with": Tensor.from_numpy(np.ones((2, WIDTH + 2), np.float32)),
+            },
+            "compared_with must be float32 [n, 2]",
+        ),
     ],
 )
 def test_what_is_asked_of_a_kind_is_held_to_its_own_width(asked: dict[str, Any], words: str) -> None:

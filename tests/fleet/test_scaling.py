@@ -24,11 +24,13 @@ from headrace.core.process.child import Child
 from headrace.core.process.supervisor import ChildEnded, Supervisor
 from headrace.frontend.cli.main import main
 from headrace.frontend.fleet import scaling
+from headrace.frontend.fleet.directory import FORGET_AFTER_S
 from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
 from headrace.frontend.fleet.start import of_rank
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.supervisor import Signal, _Engine, _Service
+from headrace.ipc.coordination import LEASE_S
 from headrace.ipc.failure import EngineStartError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, Start
 from headrace.ipc.process.host import HostMemory, usable_cores
@@ -312,6 +314,7 @@ def test_a_scaling_that_fails_leaves_nothing_that_counts_and_can_be_tried_again(
             assert (error["code"], error["type"]) == ("scaling_failed", "server_error")
             assert "the model's folder is away" in error["message"]
             assert "there are 2" in error["message"]
+            wait_until(lambda: len(client.get("/ui/live").json()["engines"]) == 2, 20, "the failed one to be gone")
         assert stream(server, 1) == expected
         folder.mkdir()
         scale(server, 3)
@@ -319,6 +322,21 @@ def test_a_scaling_that_fails_leaves_nothing_that_counts_and_can_be_tried_again(
         scale(server, 1)
         assert len(engines_of(server)) == 1
         assert stream(server, 1) == expected
+
+
+@pytest.mark.system
+def test_streams_wait_for_engines_that_start_for_longer_than_they_are_remembered() -> None:
+    """All engines have died, and all are started again. HTTP processes know of them by the coordinator alone."""
+    model = {**SLOW, "load_delay_s": 1.2 * (LEASE_S + FORGET_AFTER_S)}
+    with serving("-dp", "2", "--api-server-count", "2", null_model=model) as server, server.client() as client:
+        wait_until(lambda: metric(client, "headrace:engine_up") == 2, 60, "both to serve")
+        expected = stream(server, 1)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(stream, server, 1)
+            wait_until(lambda: client.get("/load").json()["server_load"] == 1, 30, "it to run")
+            for engine in engines_of(server):
+                engine.kill()
+            assert again.result(240) == expected
 
 
 def test_two_scalings_at_once_both_end() -> None:

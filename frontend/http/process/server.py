@@ -156,6 +156,8 @@ class HttpServer:
         """Why the number of engines is fixed, if there is no scaler."""
         self.logs_stats = False
         """Whether this process logs the engines' load; one of several does."""
+        self.forgotten_return = False
+        """Engines of which coordinators tell no more are started again by this process's parent."""
 
     def stop(self, deadline_s: float) -> None:
         """Takes no new connections, and ends when no request runs, or after `deadline_s`. The shortest deadline
@@ -189,7 +191,9 @@ class HttpServer:
         # one of them holds the GIL, every stream pauses: so the interpreter switches threads often.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
-        discovery = Discovery(coordinators, peer_timeout_s) if coordinators else None
+        discovery = None
+        if coordinators:
+            discovery = Discovery(coordinators, peer_timeout_s, forgotten_return=self.forgotten_return)
         router_options = RouterOptions(
             max_migrations=self._options.max_migrations, suspect_after_s=self._options.heartbeat_timeout
         )

@@ -240,6 +240,7 @@ class _Service:
             )
         self._are_found = bool(engine_options.coordinator)
         """HTTP processes find engines through coordinators; else this process reports its single engine to them."""
+        self._restarts = options.num_restarts(engine_options.data_parallel_size)
         self._why_fixed = why_fixed(engine_options, ranks, num_processes)
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
@@ -298,6 +299,7 @@ class _Service:
             coordinators=self._engine_options.coordinator,
             num_scalable=self._engine_options.data_parallel_size if not self._why_fixed else 0,
             why_fixed=self._why_fixed,
+            restarts_found=bool(self._keepers) and self._are_found and self._restarts > 0,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),

@@ -194,6 +194,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Why the number of engines is fixed; empty if the parent can change it."""
     num_scalable: int
     """How many engines, which coordinators announce, the parent has started and can change the number of; 0: none."""
+    restarts_found: bool
+    """The parent starts engines again that coordinators announce."""
     peer_timeout_s: float | None
     """For engines that `server` names or coordinators announce; that of the parent's only engine is in EngineUp."""
     pages_file: str
@@ -259,6 +261,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     threading.Thread(
         target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, take), name="parent", daemon=True
     ).start()
+    server.forgotten_return = options.restarts_found
     return run_async(lambda: server.run(sources, options.coordinators, options.peer_timeout_s))
 
 
