@@ -298,7 +298,7 @@ def _layer(module: _Module) -> HeadLayer:
     if not all(map(_is_size, sizes)):
         raise ModelError(f"{file} says no {' or '.join(names)}, whole numbers above 0")
     if module.kind == "LayerNorm":
-        return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))
+        return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))  # type: ignore[arg-type]
     named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = ACTIVATIONS.get(str(named).rpartition(".")[2])
     if activation is None or not str(named).startswith("torch.nn."):
@@ -308,7 +308,7 @@ def _layer(module: _Module) -> HeadLayer:
     if config.get("use_residual"):
         raise ModelError(f"{file} adds the layer's input to its output (use_residual), which is not computed here")
     bias = bool(config.get("bias", True))
-    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))
+    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))  # type: ignore[arg-type]
 
 
 def _general(given: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None, str]:
