@@ -18,6 +18,8 @@ _SLOTS = 64
 _AT_ONCE = 8
 """max_loras unless the options say how many."""
 _ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules")
+_OF_VLLM = {"max_loras": 1, "max_lora_rank": 16}
+"""vLLM's defaults, which programs made for it pass on where they ask for no adapters, as lm-eval does."""
 
 AdapterDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -40,11 +42,11 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
     """None without enable_lora. dtype: the plan's. Raises OptionError for options that contradict each other."""
-    given = [name for name in _ONLY_WITH if getattr(options, name) != getattr(type(options)(), name)]
     if not options.enable_lora:
-        if given:
-            value = getattr(options, given[0])
-            raise OptionError(f"{given[0]}={value} is of adapters: ask for enable_lora, or leave it out")
+        for name in _ONLY_WITH:
+            value, usual = getattr(options, name), getattr(type(options)(), name)
+            if value not in (usual, _OF_VLLM.get(name, usual)):
+                raise OptionError(f"{name}={value} is of adapters: ask for enable_lora, or leave it out")
         return None
     max_loras = options.max_loras or min(_AT_ONCE, options.max_cpu_loras or _AT_ONCE)
     if options.max_cpu_loras is not None and options.max_cpu_loras < max_loras:

@@ -832,7 +832,10 @@ def test_options_of_adapters_are_checked_together() -> None:
     few, _ = make_plan(enable_lora=True, max_cpu_loras=2)  # as vLLM's command lines have it
     assert few.adapters is not None
     assert (few.adapters.slots, few.adapters.max_loras) == (2, 2)
+    none, _ = make_plan(max_loras=1, max_lora_rank=16, max_cpu_loras=None)  # lm-eval passes vLLM's defaults on
+    assert none.adapters is None
     for options, words in (
+        ({"max_lora_rank": 32}, "max_lora_rank=32 is of adapters: ask for enable_lora"),
         ({"max_loras": 4}, "max_loras=4 is of adapters: ask for enable_lora"),
         (
             {"enable_lora": True, "max_cpu_loras": 2, "max_loras": 8},
