@@ -240,4 +240,23 @@ inline Floats hyperbolic_tangent(Floats x) {
   return m / (m + 2.0f);
 }
 
+// erf x = x P(x^2) / Q(x^2), fitted to a relative error under 2e-8 for |x| < 3.92, where erf x rounds to 1; with the
+// rounding of its steps the absolute error is under 4e-7.
+inline Floats error_function(Floats x) {
+  const Floats most = all_lanes(3.92f), one = all_lanes(1.0f);
+  const Floats bounded = larger(smaller(x, most), -most), t = bounded * bounded;
+  Floats p = fused(t, all_lanes(2.05003849e-06f), all_lanes(0.000284871374f));
+  p = fused(p, t, all_lanes(0.00376539291f));
+  p = fused(p, t, all_lanes(0.0527480179f));
+  p = fused(p, t, all_lanes(0.190402103f));
+  p = fused(p, t, all_lanes(1.12837915f));
+  Floats q = fused(t, all_lanes(3.80906162e-05f), all_lanes(0.00116246928f));
+  q = fused(q, t, all_lanes(0.0149687756f));
+  q = fused(q, t, all_lanes(0.114107191f));
+  q = fused(q, t, all_lanes(0.502072213f));
+  q = fused(q, t, one);
+  const Floats found = bounded * p / q;
+  return choose(x >= most, one, choose(x <= -most, -one, found));
+}
+
 }  // namespace headrace
