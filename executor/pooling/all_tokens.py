@@ -21,5 +21,8 @@ class AllTokens:
         self._parts.setdefault(row, []).append(hidden if is_end else hidden.clone())
         return torch.cat(self._parts.pop(row)) if is_end else None
 
+    def whole(self, states: list[Tensor]) -> Tensor:
+        raise NotImplementedError("a row's vectors are not joined")
+
     def leave(self, row: int) -> None:
         self._parts.pop(row, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,9 @@ class FirstToken:
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
         self._first.setdefault(row, hidden.clone())
         return self._first.pop(row) if is_end else None
+
+    def whole(self, states: list[Tensor]) -> Tensor:
+        return torch.cat(states)
 
     def leave(self, row: int) -> None:
         self._first.pop(row, None)

@@ -26,5 +26,8 @@ class Largest:
         self._found[row] = found
         return None
 
+    def whole(self, states: list[Tensor]) -> Tensor:
+        return torch.stack([hidden.amax(0) for hidden in states])
+
     def leave(self, row: int) -> None:
         self._found.pop(row, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,9 @@ class LastToken:
 
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
         return hidden
+
+    def whole(self, states: list[Tensor]) -> Tensor:
+        return torch.cat(states)
 
     def leave(self, row: int) -> None:
         pass

@@ -27,6 +27,10 @@ class Mean:
         self._sums[row] = total, count
         return None
 
+    def whole(self, states: list[Tensor]) -> Tensor:
+        sums = torch.stack([self.weighed(hidden, 0).sum(0, dtype=torch.float64) for hidden in states])
+        return (sums / torch.tensor([[self.divisor(len(hidden))] for hidden in states], dtype=torch.float64)).float()
+
     def leave(self, row: int) -> None:
         self._sums.pop(row, None)
 

@@ -38,13 +38,31 @@ TOKENS_AT_ONCE = 64
 """How many tokens' values over the vocabulary are in memory at a time."""
 
 
+class WantedRow(NamedTuple):
+    row: int
+    count: int
+    """How many of a step's tokens it wants."""
+    spans: list[slice]
+    """Which of these each of its kinds wants."""
+    is_begin: bool
+    """The prompt begins in this step."""
+    is_end: bool
+    """The prompt ends in this step."""
+
+
 class WantedTokens(NamedTuple):
     """The tokens of a step whose hidden states the pooler gets."""
 
     indices: np.ndarray  # [num_wanted] int32: their indices in the step
-    rows: list[tuple[int, int, list[slice], bool]]
-    """For each row that has some: (row, how many, which of these each of its kinds wants, the prompt ends in this
-    step)."""
+    rows: list[WantedRow]
+    """Those that want some."""
+
+
+class _Ended(NamedTuple):
+    rows: list[int]
+    output: _Output
+    vectors: Tensor
+    """[num_rows, width], or [num_vectors, width] of the only row"""
 
 
 class _Row(NamedTuple):
@@ -64,7 +82,7 @@ class Pooler:
         self._divisor = scale
         self._rows: dict[int, _Row] = {}
         self._num_pairs = self._num_narrowed = 0
-        self._done: list[tuple[int, Tensor]] = []  # the vectors of rows that end in the current step
+        self._done: list[tuple[list[int], Tensor]] = []  # rows that end in the current step: [num_rows, count, width]
         self._failures: list[RowFailure] = []
 
     def use(self, heads: Mapping[str, Head]) -> None:
@@ -96,19 +114,27 @@ class Pooler:
         """query_start: [num_scheduled + 1], of `StepArrays`. None if no row pools in this step."""
         if not self._rows:
             return None
-        indices, rows = list[np.ndarray](), list[tuple[int, int, list[slice], bool]]()
-        for index, row in enumerate(plan.rows.tolist()):
+        rows, firsts = list[WantedRow](), list[int]()  # firsts: where each row's begin in the step
+        scheduled = zip(
+            plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_tokens.tolist(), query_start.tolist(),
+            strict=False,
+        )  # fmt: skip
+        for row, begin, count, at in scheduled:
             if (found := self._rows.get(row)) is None:
                 continue
-            begin, num_tokens = int(plan.num_computed_tokens[index]), len(found.token_ids)
-            end = begin + int(plan.num_tokens[index])
+            end, num_tokens = begin + count, len(found.token_ids)
             spans = [output.pooling.wanted(begin, end, num_tokens) for output in found.outputs]
             first, last = min(each.start for each in spans), max(each.stop for each in spans)
             if first < last:
-                indices.append(np.arange(first, last, dtype=np.int32) + (query_start[index] - begin))
                 parts = [slice(each.start - first, each.stop - first) for each in spans]
-                rows.append((row, last - first, parts, end == num_tokens))
-        return WantedTokens(np.concatenate(indices).astype(np.int32), rows) if rows else None
+                rows.append(WantedRow(row, last - first, parts, begin == 0, end == num_tokens))
+                firsts.append(at + first - begin)
+        if not rows:
+            return None
+        counts = np.array([each.count for each in rows])
+        starts = np.array(firsts) - (np.cumsum(counts) - counts)
+        indices = np.repeat(starts, counts) + np.arange(counts.sum())
+        return WantedTokens(indices.astype(np.int32), rows)
 
     def token_types(self, plan: StepPlan, query_start: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """[num_tokens] int32: 1 in the second text of each pair; None if the step has no pair."""
@@ -137,39 +163,61 @@ class Pooler:
     def take(self, wanted: WantedTokens, hidden: Tensor) -> None:
         """Makes the vectors of rows that end. hidden: [num_wanted, width], those of the wanted tokens, which may be
         overwritten afterwards."""
-        hidden, first = hidden.to(torch.float32, copy=True) / self._divisor, 0
-        ended = list[tuple[int, _Output, Tensor]]()
-        for row, count, spans, is_end in wanted.rows:
-            for output, span in zip(self._rows[row].outputs, spans, strict=True):
-                if span.start < span.stop:
-                    vectors = output.add(row, hidden[first + span.start : first + span.stop], is_end=is_end)
-                    if vectors is not None:
-                        ended.append((row, output, vectors))
-            first += count
-        failed = set[int]()
-        for row, output, vectors in self._through_heads(ended):
-            made = output.made(vectors, self._rows[row])
+        hidden, failed = hidden.to(torch.float32, copy=True) / self._divisor, set[int]()
+        for ended in self._through_heads(self._pooled(wanted, hidden)):
+            made = ended.output.made(ended.vectors, self._rows[ended.rows[0]])
+            parts = made.reshape(len(ended.rows), len(made) // len(ended.rows), made.shape[1])
             if bool(made.isfinite().all()):
-                self._done.append((row, made))
-            else:
-                failed.add(row)
+                self._done.append((ended.rows, parts))
+                continue
+            are_good = parts.isfinite().flatten(1).all(1).tolist()
+            for row, part, is_good in zip(ended.rows, parts, are_good, strict=True):
+                if is_good:
+                    self._done.append(([row], part[None]))
+                else:
+                    failed.add(row)
         if failed:
             why = "the hidden states of its prompt are not finite: the model's computation overflowed"
             self._failures += [row_failure(row, why) for row in sorted(failed)]
-            self._done = [(row, made) for row, made in self._done if row not in failed]
+            self._done = [each for each in self._done if failed.isdisjoint(each[0])]
 
-    def _through_heads(self, ended: list[tuple[int, _Output, Tensor]]) -> list[tuple[int, _Output, Tensor]]:
+    def _pooled(self, wanted: WantedTokens, hidden: Tensor) -> list[_Ended]:
+        """The pooled states of rows that end. Those that ask for one vector each of the same kind and in the same way
+        are together, since each operation costs more than the numbers of one."""
+        ended, alike, first = list[_Ended](), dict[tuple[object, ...], tuple[list[int], list[Tensor]]](), 0
+        for row, count, spans, is_begin, is_end in wanted.rows:
+            found = self._rows[row]
+            outputs, own = found.outputs, hidden[first : first + count]
+            first += count
+            output = outputs[0]
+            if len(outputs) == 1 and output.joins and is_end and (is_begin or not output.pooling.reads_all):
+                key = (output, found.adapters, found.task.dimensions, found.task.activate)
+                rows, states = alike.setdefault(key, ([], []))
+                rows.append(row)
+                states.append(own)
+                continue
+            for output, span in zip(outputs, spans, strict=True):
+                if span.start < span.stop:
+                    vectors = output.add(row, own[span], is_end=is_end)
+                    if vectors is not None:
+                        ended.append(_Ended([row], output, vectors))
+        for rows, states in alike.values():
+            output = self._rows[rows[0]].outputs[0]
+            ended.append(_Ended(rows, output, output.pooling.whole(states)))
+        return ended
+
+    def _through_heads(self, ended: list[_Ended]) -> list[_Ended]:
         """What the layers behind the pooling make, of all rows with the same ones and the same adapters at once."""
         made, groups = list(ended), dict[tuple[int, SlotScales], list[int]]()
-        for index, (row, output, _) in enumerate(ended):
-            if output.head is not None and not output.declared.head_first:
-                groups.setdefault((id(output), self._rows[row].adapters), []).append(index)
+        for index, each in enumerate(ended):
+            if each.output.head is not None and not each.output.declared.head_first:
+                groups.setdefault((id(each.output), self._rows[each.rows[0]].adapters), []).append(index)
         for (_, adapters), mine in groups.items():
-            head = ended[mine[0]][1].head
+            head = ended[mine[0]].output.head
             assert head is not None, "the group has one"
-            parts = head(torch.cat([ended[index][2] for index in mine]), adapters)
-            for index, part in zip(mine, parts.split([len(ended[each][2]) for each in mine]), strict=True):
-                made[index] = (*ended[index][:2], part)
+            parts = head(torch.cat([ended[index].vectors for index in mine]), adapters)
+            for index, part in zip(mine, parts.split([len(ended[each].vectors) for each in mine]), strict=True):
+                made[index] = ended[index]._replace(vectors=part)
         return made
 
     def added_to(self, result: StepResult) -> StepResult:
@@ -188,6 +236,8 @@ class _Output:
         self.declared, self.head = declared, head
         self.pooling = TOKEN_POOLINGS[declared.tokens]()
         self._skipped = np.array(declared.skipped, np.int32)
+        self.joins = declared.tokens != "ALL" and not declared.head_first and not declared.is_sparse
+        """Whether rows that want all of it may be computed together."""
 
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
         """As `TokenPooling.add`; a head that comes before the pooling is computed for some tokens at a time."""
@@ -243,13 +293,13 @@ def _most_alike(others: Values, vectors: Tensor) -> Tensor:
     return products.amax(1).sum().float().reshape(1, 1)
 
 
-def _pooled(done: list[tuple[int, Tensor]]) -> PooledRows | None:
+def _pooled(done: list[tuple[list[int], Tensor]]) -> PooledRows | None:
     if not done:
         return None
-    values = torch.cat([vectors.reshape(-1) for _, vectors in done])
+    sizes = [len(rows) for rows, _ in done]
     return PooledRows(
-        rows=np.array([row for row, _ in done], np.int32),
-        counts=np.array([len(vectors) for _, vectors in done], np.int32),
-        widths=np.array([vectors.shape[1] for _, vectors in done], np.int32),
-        values=values.cpu().numpy(),
+        rows=np.array([row for rows, _ in done for row in rows], np.int32),
+        counts=np.repeat(np.array([parts.shape[1] for _, parts in done], np.int32), sizes),
+        widths=np.repeat(np.array([parts.shape[2] for _, parts in done], np.int32), sizes),
+        values=torch.cat([parts.reshape(-1) for _, parts in done]).cpu().numpy(),
     )

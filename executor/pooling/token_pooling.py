@@ -21,5 +21,9 @@ class TokenPooling(Protocol):
         """hidden [num_wanted, width] float32: of the wanted tokens, which are at least one. At the row's end, its
         vectors, [num_vectors, width] float32."""
 
+    def whole(self, states: list[Tensor]) -> Tensor:
+        """[num_rows, width] float32: what `add` makes of rows whose tokens all come in one step. states: of each row,
+        [num_wanted, width] float32"""
+
     def leave(self, row: int) -> None:
         """Forgets a row, which may have ended or not."""
