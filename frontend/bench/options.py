@@ -18,7 +18,19 @@ WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Result",
     "Run",
 )
-DatasetName = Literal["random", "prefix_repetition", "sharegpt", "burstgpt", "timed_trace", "custom", "mixed"]
+DatasetName = Literal[
+    "random", "random-rerank", "prefix_repetition", "sharegpt", "burstgpt", "timed_trace", "custom", "mixed"
+]
+Backend = Literal[
+    "openai",
+    "vllm",
+    "openai-chat",
+    "openai-embeddings",
+    "openai-embeddings-chat",
+    "vllm-pooling",
+    "infinity-embeddings",
+    "vllm-rerank",
+]
 
 
 class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +38,7 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     dataset_name: Annotated[DatasetName, Option(WORKLOAD, "Where requests come from")] = "random"
     dataset_path: Annotated[
-        str | None, Option(WORKLOAD, "The file of every dataset but random and prefix_repetition")
+        str | None, Option(WORKLOAD, "The file of every dataset but the random ones and prefix_repetition")
     ] = None
     num_prompts: Annotated[int, Option(WORKLOAD, "How many requests", "requests", minimum=1)] = 1000
     seed: Annotated[int, Option(WORKLOAD, "From which prompts, lengths and arrivals are drawn")] = 0
@@ -50,6 +62,17 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     random_vocab_size: Annotated[
         int, Option(WORKLOAD, "Token ids are drawn below this where no tokenizer says better", "tokens", minimum=8)
     ] = 10_000
+
+    random_batch_size: Annotated[
+        int,
+        Option(
+            WORKLOAD,
+            "random: inputs of one request for vectors; random-rerank: documents of one query, each of the length of "
+            "a prompt",
+            "texts",
+            minimum=1,
+        ),
+    ] = 1
 
     prefix_repetition_prefix_len: Annotated[int, Option(WORKLOAD, "Length of each prefix", "tokens", minimum=1)] = 256
     prefix_repetition_suffix_len: Annotated[int, Option(WORKLOAD, "Length of what follows", "tokens", minimum=1)] = 256
@@ -89,8 +112,13 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The server under test, and how to send requests to it."""
 
     backend: Annotated[
-        Literal["openai", "vllm", "openai-chat"],
-        Option(TARGET, "API to use: openai and vllm are /v1/completions, openai-chat is /v1/chat/completions"),
+        Backend,
+        Option(
+            TARGET,
+            "API to use: openai and vllm are /v1/completions, openai-chat is /v1/chat/completions, openai-embeddings "
+            "and openai-embeddings-chat are /v1/embeddings, vllm-pooling is /pooling, infinity-embeddings is "
+            "/embeddings, vllm-rerank is /v1/rerank",
+        ),
     ] = "openai"
     base_url: Annotated[
         str | None, Option(TARGET, "Address, such as http://127.0.0.1:8000", default_text="from host and port")

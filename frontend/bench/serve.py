@@ -1,4 +1,4 @@
-"""`headrace bench serve`: an open-loop load on any server with OpenAI's API."""
+"""`headrace bench serve`: an open-loop load on any server with OpenAI's API, or for vectors or scores."""
 
 from __future__ import annotations
 
@@ -53,7 +53,18 @@ from headrace.ipc.transport.hosts import host_port
 T = TypeVar("T")
 READY_PERIOD_S = 0.2
 _CHAT = "openai-chat"
-_PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", _CHAT: "/v1/chat/completions"}
+_EMBEDDED_CHAT, _RERANK, _INFINITY = "openai-embeddings-chat", "vllm-rerank", "infinity-embeddings"
+_POOLING = {
+    "openai-embeddings": "/v1/embeddings",
+    _EMBEDDED_CHAT: "/v1/embeddings",
+    "vllm-pooling": "/pooling",
+    _INFINITY: "/embeddings",
+    _RERANK: "/v1/rerank",
+}
+"""Backends whose answers are vectors or scores."""
+_PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", _CHAT: "/v1/chat/completions", **_POOLING}
+_OF_TEXTS = (_CHAT, _EMBEDDED_CHAT, _RERANK, _INFINITY)
+"""Backends that take no token ids."""
 _SAMPLED = tuple(name for name, _, _ in SHAPING)
 
 
@@ -83,7 +94,7 @@ def bench_serve(arguments: argparse.Namespace) -> int:
     )
     check(asked)
     requests, traffic = requests_of(asked)
-    if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
+    if asked.target.backend in _OF_TEXTS and any(isinstance(request.prompt, list) for request in requests):
         requests = run_async(lambda: _as_texts(asked, requests))
     due_s = schedule(requests, traffic, asked.workload.seed)
     record = records.new_record("serve", asked.result, records.given(*asked), asked.workload.seed)
@@ -122,9 +133,26 @@ def check(asked: ServingRun) -> None:
         raise OptionError("--request-id-prefix must be of printable characters")
     records.check_writable(asked.result)
     _check_sampling(asked.sampling)
+    _check_inputs(asked)
     for name in ("model", "stream", "prompt", "messages"):
         if name in asked.sampling.extra_body:
             raise OptionError(f"--extra-body: {name} is what the benchmark sets itself")
+
+
+def _check_inputs(asked: ServingRun) -> None:
+    """Raises OptionError where backend and requests are not of one kind."""
+    backend, dataset = asked.target.backend, asked.workload.dataset_name
+    if (backend == _RERANK) != (dataset == "random-rerank"):
+        raise OptionError(
+            f"--backend {backend} with --dataset-name {dataset}: {_RERANK} orders a query's documents, which "
+            "random-rerank has alone"
+        )
+    if asked.workload.random_batch_size > 1 and (backend not in _POOLING or backend == _EMBEDDED_CHAT):
+        raise OptionError(f"--random-batch-size: a request of --backend {backend} has one prompt")
+    given = [name for name in (*_SAMPLED, "logprobs") if getattr(asked.sampling, name) is not None]
+    if backend in _POOLING and (given or asked.sampling.ignore_eos):
+        name = (given or ["ignore_eos"])[0].replace("_", "-")
+        raise OptionError(f"--{name} is of sampling, and --backend {backend} samples nothing: leave it out")
 
 
 def _check_sampling(options: BodyOptions) -> None:
@@ -171,6 +199,8 @@ def models_of(asked: ServingRun, model: str, count: int) -> list[str]:
 
 def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:
     """The body of the request, before its encoding as JSON."""
+    if asked.target.backend in _POOLING:
+        return {"model": model, **_inputs_of(asked.target.backend, request), **asked.sampling.extra_body}
     fields = {name: value for name in _SAMPLED if (value := getattr(asked.sampling, name)) is not None}
     if asked.sampling.ignore_eos:
         fields["ignore_eos"] = True
@@ -189,8 +219,18 @@ def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, A
     return {**common, **prompt, **fields, **asked.sampling.extra_body}
 
 
+def _inputs_of(backend: str, request: BenchRequest) -> dict[str, Any]:
+    """Texts are cut to the model's length, as vLLM's benchmark has them cut."""
+    cut = {} if backend == _INFINITY else {"truncate_prompt_tokens": -1}
+    if backend == _RERANK:
+        return {"query": request.prompt, "documents": request.more, **cut}
+    if backend == _EMBEDDED_CHAT:
+        return {"messages": [{"role": "user", "content": request.prompt}], **cut}
+    return {"input": [request.prompt, *request.more] if request.more else request.prompt, **cut}
+
+
 async def _as_texts(asked: ServingRun, requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Converts prompts of token ids to text with the server's tokenizer, since the chat API takes no token ids."""
+    """Converts prompts of token ids to text with the server's tokenizer, for an API that takes no token ids."""
     target, pool = _pool_of(asked.target)
     try:
         model = _model_of(asked.target, await _models(pool, target, asked.target), target)
@@ -233,13 +273,15 @@ async def _run(
         if asked.traffic.num_warmups:
             warmup = [bodies[at % len(bodies)] for at in range(asked.traffic.num_warmups)]
             bound = asked.traffic.max_concurrency
-            await Load(pool, warmup, due_s=None, max_concurrency=bound, keep_text=False).run()
+            streams = asked.target.backend not in _POOLING
+            await Load(pool, warmup, due_s=None, max_concurrency=bound, keep_text=False, streams=streams).run()
         load = Load(
             pool,
             bodies,
             due_s=due_s,
             max_concurrency=asked.traffic.max_concurrency,
             keep_text=asked.result.save_detailed,
+            streams=asked.target.backend not in _POOLING,
         )
         bar = ProgressBar(len(requests), shown=not asked.result.disable_tqdm and sys.stderr.isatty())
         if asked.target.profile:
@@ -359,7 +401,7 @@ class ServerTokenizer:
         except (ExchangeError, ValueError) as error:
             problem = f"failed: {error}"
         raise OptionError(
-            f"chat takes texts, and {self._target.url}{path}, which would make them of the tokens that were drawn, "
+            f"the API takes texts, and {self._target.url}{path}, which would make them of the tokens that were drawn, "
             f"{problem}; give --tokenizer FOLDER, or --random-vocab-size where tokens are unknown there, or a dataset "
             "of texts"
         )
@@ -372,10 +414,14 @@ async def as_texts(requests: Sequence[BenchRequest], tokenizer: ServerTokenizer,
     def make() -> list[BenchRequest]:
         texts = []
         for request in requests:
-            prompt, length = request.prompt, request.num_prompt_tokens
-            if isinstance(prompt, list):
-                prompt, length = maker.prompt(prompt, numbers)
-            texts.append(request._replace(prompt=prompt, num_prompt_tokens=length))
+            if isinstance(request.prompt, list):
+                first, *more = (maker.prompt(list(each), numbers) for each in (request.prompt, *request.more))
+                length = request.num_prompt_tokens if more else first[1]
+                texts.append(
+                    request._replace(prompt=first[0], num_prompt_tokens=length, more=tuple(text for text, _ in more))
+                )
+            else:
+                texts.append(request)
         return texts
 
     return await asyncio.to_thread(make)

@@ -13,6 +13,7 @@ from typing import Any
 
 import fake_server as fake
 import pytest
+import tokenizers
 from http_server import Server, serving
 
 from headrace.frontend.bench.traffic.http_client import Pool, Target
@@ -115,6 +116,62 @@ def test_chat_is_spoken_too_and_a_role_is_no_token(capsys: pytest.CaptureFixture
     (first, _) = record["samples"]["requests"]
     assert first["text"] == "word0 word1 word2 "
     assert len(first["gaps_s"]) == 2
+
+
+async def vectors(server: fake.FakeServer, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await fake.answer_json(writer, 200, {"data": [], "usage": {"prompt_tokens": 11, "total_tokens": 11}})
+
+
+async def busy(server: fake.FakeServer, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await fake.answer_json(writer, 429, {"error": {"message": "too many"}})
+
+
+@pytest.mark.parametrize(
+    ("backend", "path", "body"),
+    [
+        ("openai-embeddings", "/v1/embeddings", {"input": 2, "truncate_prompt_tokens": -1}),
+        ("vllm-pooling", "/pooling", {"input": 2, "truncate_prompt_tokens": -1}),
+        ("infinity-embeddings", "/embeddings", {"input": 2}),
+        ("vllm-rerank", "/v1/rerank", {"documents": 2, "query": None, "truncate_prompt_tokens": -1}),
+        ("openai-embeddings-chat", "/v1/embeddings", {"messages": None, "truncate_prompt_tokens": -1}),
+    ],
+)
+def test_vectors_and_scores_are_asked_for_as_vllm_asks(
+    backend: str, path: str, body: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(50)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    dataset = "random-rerank" if backend == "vllm-rerank" else "random"
+    several = () if backend == "openai-embeddings-chat" else ("--random-batch-size", "2")
+    with fake.FakeServer(vectors) as server:
+        arguments = ("--base-url", server.url, "--backend", backend, "--dataset-name", dataset, *several)
+        status, record, printed = bench(
+            capsys, tmp_path, *arguments, "--tokenizer", str(tmp_path), "--num-prompts", "3", "--random-input-len", "5"
+        )
+    assert status == 0
+    assert [head.split()[1] for head in server.heads] == [path] * 3
+    (first, *_) = server.bodies
+    assert first.keys() == {"model", *body}
+    for name, value in body.items():
+        if value == 2:
+            assert len(first[name]) == 2
+            assert all(len(text.split()) == 5 for text in first[name])
+        elif value is not None:
+            assert first[name] == value
+    figures = record["results"]
+    assert (figures["completed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (3, 33, 0)
+    assert 0 < figures["median_e2el_ms"] <= figures["max_e2el_ms"]
+    assert "median_ttft_ms" not in figures, "there is no first token"
+    assert "output tokens/s" not in printed
+
+
+def test_a_refusal_of_vectors_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with fake.FakeServer(busy) as server:
+        arguments = ("--base-url", server.url, "--backend", "openai-embeddings", "--num-prompts", "2", *SHORT)
+        status, record, _ = bench(capsys, tmp_path, *arguments)
+    assert status == 1
+    assert record["results"]["errors"] == {"HTTP 429": {"count": 2, "example": "too many"}}
 
 
 @pytest.mark.parametrize("dataset", ["random", "prefix_repetition"])
@@ -315,6 +372,11 @@ def test_a_bound_on_concurrency_tells_the_wait_apart(capsys: pytest.CaptureFixtu
         (("--extra-body", '{"prompt": "x"}'), "prompt is what the benchmark sets itself"),
         (("--dataset-name", "sharegpt"), "give --dataset-path"),
         (("--dataset-name", "cat"), "it must be one of"),
+        (("--backend", "vllm-rerank"), "which random-rerank has alone"),
+        (("--dataset-name", "random-rerank"), "which random-rerank has alone"),
+        (("--random-batch-size", "2"), "a request of --backend openai has one prompt"),
+        (("--backend", "vllm-pooling", "--temperature", "0"), "--temperature is of sampling"),
+        (("--backend", "openai-embeddings", "--ignore-eos"), "--ignore-eos is of sampling"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(

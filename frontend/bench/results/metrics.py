@@ -237,7 +237,7 @@ def serving_table(record: dict[str, Any]) -> str:
     ]
     rates = [
         ["requests/s", number(figures["request_throughput"])],
-        ["output tokens/s", number(figures["output_throughput"])],
+        *([["output tokens/s", number(figures["output_throughput"])]] if figures["total_output_tokens"] else []),
         ["total tokens/s", number(figures["total_token_throughput"])],
     ]
     if "request_goodput" in figures:

@@ -410,6 +410,41 @@ class CompletionStream:
         self.num_pieces += 1
 
 
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class WholeAnswer(Whole):
+    """A Reader of one answer that is not a stream, of vectors or scores. It has no tokens, and so no first one."""
+
+    first_s: float | None = None
+    last_s = 0.0
+    num_pieces = 0
+    num_output_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gaps_s: list[float] = []
+        self.text: list[str] = []
+        self._parts: list[bytes] = []
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        self._parts.append(data)
+        self.last_s = now_s
+
+    def finish(self) -> None:
+        """Must be called at the end of the response. Raises ExchangeError unless it is an answer."""
+        self.body = b"".join(self._parts)
+        if self.status != 200:
+            raise ExchangeError(f"HTTP {self.status}", _sentence(self.body[:_MAX_ERROR_BYTES]))
+        try:
+            usage = msgspec.json.decode(self.body, type=_Answer).usage
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ExchangeError(GARBAGE, f"no answer of the API ({error}): {_shown(self.body[:_SHOWN])}") from None
+        self.num_prompt_tokens = None if usage is None else usage.prompt_tokens
+
+
 def event_decoder() -> msgspec.json.Decoder[_Chunk]:
     return msgspec.json.Decoder(_Chunk)
 

@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.frontend.bench.traffic.http_client import CompletionStream, ExchangeError, Pool, event_decoder
+from headrace.frontend.bench.traffic.http_client import (
+    CompletionStream,
+    ExchangeError,
+    Pool,
+    WholeAnswer,
+    event_decoder,
+)
 
 Tick = Callable[["Load"], None]
 TICK_S = 0.25
@@ -66,13 +72,15 @@ class Load:
         due_s: Sequence[float] | None,
         max_concurrency: int | None,
         keep_text: bool,
+        streams: bool = True,
     ) -> None:
-        """bodies: whole requests as sent over the wire. due_s: seconds after the start; None sends all at once."""
+        """bodies: whole requests as sent over the wire. due_s: seconds after the start; None sends all at once.
+        streams: False: answers are not streams of tokens."""
         self._pool, self._bodies, self._due_s, self._keep_text = pool, bodies, due_s, keep_text
         self._turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._decoder = event_decoder()
+        self._decoder, self._streams = event_decoder(), streams
         self._start_s = 0.0
-        self._active: dict[int, CompletionStream] = {}
+        self._active: dict[int, CompletionStream | WholeAnswer] = {}
         self._outcomes: list[Outcome] = []
         self._num_done_tokens = 0
         self._max_in_flight = 0
@@ -135,7 +143,7 @@ class Load:
         asked_s = time.perf_counter()
         if self._turns is not None:
             await self._turns.acquire()
-        stream = CompletionStream(self._decoder, keep_text=self._keep_text)
+        stream = CompletionStream(self._decoder, keep_text=self._keep_text) if self._streams else WholeAnswer()
         self._active[index] = stream
         self._max_in_flight = max(self._max_in_flight, len(self._active))
         sent_s = time.perf_counter()
@@ -152,7 +160,7 @@ class Load:
         outcome.end_s = time.perf_counter() - self._start_s
         self._keep(outcome, stream, sent_s)
 
-    def _keep(self, outcome: Outcome, stream: CompletionStream, sent_s: float) -> None:
+    def _keep(self, outcome: Outcome, stream: CompletionStream | WholeAnswer, sent_s: float) -> None:
         begin_s = sent_s if outcome.due_s is None or self._turns is not None else self._start_s + outcome.due_s
         if stream.first_s is not None:
             outcome.ttft_s = stream.first_s - begin_s

@@ -35,6 +35,8 @@ class BenchRequest(NamedTuple):
     """The arrival time in the dataset's file, in seconds since the first request's."""
     part: str = ""
     """In a mixed workload, the name of the part that it comes from."""
+    more: tuple[str | list[int], ...] = ()
+    """Further inputs of a request for vectors, or a query's documents. `num_prompt_tokens` counts them too."""
 
 
 class TextTokenizer(Protocol):
@@ -121,6 +123,7 @@ def make_workload(options: WorkloadOptions, maker: PromptMaker) -> list[BenchReq
     """The requests: num_prompts, or fewer with `no_oversample`. Raises OptionError, which names file and line."""
     makers: dict[str, Dataset] = {
         "random": _random,
+        "random-rerank": _random_rerank,
         "prefix_repetition": _prefix_repetition,
         "sharegpt": sharegpt,
         "burstgpt": burstgpt,
@@ -142,7 +145,30 @@ def _random(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
         input_len = _spread(numbers, options.input_len or options.random_input_len, options.random_range_ratio)
         output_len = _spread(numbers, options.output_len or options.random_output_len, options.random_range_ratio)
         prompt, length = maker.prompt(prefix + maker.draw(numbers, input_len), numbers)
-        requests.append(BenchRequest(prompt, length, output_len))
+        more = _more(options, maker, numbers, options.random_batch_size - 1, prefix)
+        num_tokens = length + sum(each for _, each in more)
+        requests.append(BenchRequest(prompt, num_tokens, output_len, more=tuple(each for each, _ in more)))
+    return requests
+
+
+def _more(
+    options: WorkloadOptions, maker: PromptMaker, numbers: random.Random, count: int, prefix: list[int]
+) -> list[tuple[str | list[int], int]]:
+    """Further inputs of a request, with their lengths."""
+    found = []
+    for _ in range(count):
+        length = _spread(numbers, options.input_len or options.random_input_len, options.random_range_ratio)
+        found.append(maker.prompt(prefix + maker.draw(numbers, length), numbers))
+    return found
+
+
+def _random_rerank(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
+    """A query and its documents. A server reads the query once for each of them."""
+    numbers, requests = random.Random(options.seed), list[BenchRequest]()
+    for _ in range(options.num_prompts):
+        ((query, length), *documents) = _more(options, maker, numbers, 1 + options.random_batch_size, [])
+        num_tokens = sum(length + each for _, each in documents)
+        requests.append(BenchRequest(query, num_tokens, 0, more=tuple(each for each, _ in documents)))
     return requests
 
 
