@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import numbers
 import os
 import threading
 import weakref
@@ -364,12 +365,12 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         self._check_usable()
         parsed = self._tokenized(parse_prompts(prompts))
         self._use_loras(parsed, lora_request)
-        at_once = len(parsed) if concurrency_limit is None else concurrency_limit
-        if at_once < 1 and parsed:
-            raise InvalidRequestError(f"concurrency_limit = {concurrency_limit}: must be at least 1")
+        at_once = max(1, len(parsed)) if concurrency_limit is None else concurrency_limit
+        if isinstance(at_once, bool) or not isinstance(at_once, numbers.Integral) or at_once < 1:
+            raise InvalidRequestError(f"concurrency_limit = {concurrency_limit!r:.100}: must be at least 1")
         found: list[BeamSearchOutput] = []
         with self._bars.open(len(parsed), use_tqdm) as bar:
-            for first in range(0, len(parsed), max(1, at_once)):
+            for first in range(0, len(parsed), at_once):
                 some = parsed[first : first + at_once]
                 found += self._background.run(beam_search(self._client, some, params, self._request_ids))
                 bar.update(len(some))

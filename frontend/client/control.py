@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 import typing
@@ -78,6 +79,10 @@ def method_command(
             f"{method!r:.100} is no method of a worker extension (option worker_extension_cls): give its name, or the "
             "method itself. Code is not sent to workers"
         )
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping | None):
+        raise InvalidRequestError(
+            f"args must be a list and kwargs a dict, not {type(args).__name__} and {type(kwargs).__name__}"
+        )
     payload = {"args": list(args), "kwargs": dict(kwargs or {})}
     try:
         msgspec.msgpack.encode(payload)
@@ -97,7 +102,9 @@ def sleep_command(level: int, mode: PauseMode) -> Sleep:
 
 def wake_command(tags: Sequence[str] | None) -> WakeUp:
     """Checks the tags. Raises InvalidRequestError."""
-    asked: list[Any] = [tags] if isinstance(tags, str) else list(tags or ())
+    asked: Any = [tags] if isinstance(tags, str) else [] if tags is None else tags
+    if not isinstance(asked, list | tuple) or not all(isinstance(tag, str) for tag in asked):
+        raise InvalidRequestError(f"tags must be a list of texts, not {asked!r:.100}")
     if unknown := [tag for tag in asked if tag not in ASLEEP]:
         raise InvalidRequestError(f"there is no tag {unknown[0]!r}; tags are {' and '.join(sorted(ASLEEP))}")
     return WakeUp(tags=tuple(asked))
@@ -255,6 +262,9 @@ class AsyncControls(OneProcess):
         timeout: seconds; without one it waits while the engine lives.
         """
         command = method_command(method, args, kwargs)
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and 0 < timeout < math.inf):
+            raise InvalidRequestError(f"timeout must be a number of seconds above 0, not {timeout!r:.100}")
         return [answer["result"] for answer in (await self.control(command, timeout)).payloads]
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:

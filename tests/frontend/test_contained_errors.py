@@ -18,7 +18,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 from source_tree import PYTHONPATH
 from tqdm import tqdm
 
-from headrace import LLM, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
+from headrace import LLM, BeamSearchParams, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CoreClient, CoreListener
 from headrace.frontend.client.request import RequestListener, RequestStream
@@ -401,6 +401,13 @@ def test_a_path_of_a_wrong_type_is_refused(llm: LLM, path: Any) -> None:
         lambda llm: llm.sleep("deep"),
         lambda llm: llm.call_extension({5: 6}),
         lambda llm: llm.collective_rpc("m", args=(object(),)),
+        lambda llm: llm.collective_rpc("m", args=5),
+        lambda llm: llm.collective_rpc("m", kwargs=["a"]),
+        *(lambda llm, wait=wait: llm.collective_rpc("m", wait) for wait in ([1], "1", True, 0, float("nan"))),
+        lambda llm: llm.wake_up(5),
+        lambda llm: llm.wake_up([[5]]),
+        lambda llm: llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=3), concurrency_limit="1"),
+        lambda llm: llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=3), concurrency_limit=True),
     ],
 )
 def test_a_command_with_a_value_of_a_wrong_type_is_refused(llm: LLM, call: Callable[[LLM], Any]) -> None:
