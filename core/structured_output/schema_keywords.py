@@ -20,6 +20,17 @@ FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
 """Formats that are followed. All others are annotations, as JSON Schema has it."""
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+IN_PATTERNS: Mapping[str, str] = MappingProxyType(
+    {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+)
+"""Formats for which llguidance lets through what programs cannot read: February 29 in every year, a leap second in
+every minute (no leap second here)."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "not": "write what is allowed",
@@ -114,8 +125,12 @@ class _Rewriting:
         for name in _COUNTS:
             if isinstance(value := found.get(name), float) and value.is_integer():
                 found[name] = int(value)
-        if isinstance(form := found.get("format"), str) and form not in FORMATS:
+        if isinstance(form := found.get("format"), str) and (form not in FORMATS or form in IN_PATTERNS):
             del found["format"]
+            if form in IN_PATTERNS and "pattern" in found:
+                found["allOf"] = [*found.get("allOf", []), {"pattern": IN_PATTERNS[form]}]
+            elif form in IN_PATTERNS:
+                found["pattern"] = IN_PATTERNS[form]
         if not found.keys() & _REWRITTEN:
             return found
         for name in ("items", "propertyNames"):

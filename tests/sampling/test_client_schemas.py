@@ -230,3 +230,23 @@ def test_a_keyword_that_is_not_followed_is_named_with_its_place_and_what_to_writ
     schema = around.format(json.dumps(NOT_FOLLOWED[name]))
     with pytest.raises(InvalidRequestError, match=rf"{name.replace('$', '.')} is not followed: .*\(at {where}\)"):
         compiled("llguidance", "json", schema)
+
+
+@pytest.mark.parametrize("more", [{}, {"type": "string"}, {"pattern": "^[^.]*$", "maxLength": 30}], ids=str)
+def test_dates_and_times_are_ones_that_programs_can_read(more: dict[str, Any]) -> None:
+    dates, times = ("2023-02-28", "2024-02-29", "2000-02-29", "2023-12-31"), ("00:00:00Z", "23:59:59+14:00")
+    bad_dates = ("2023-02-29", "1900-02-29", "2023-02-30", "2023-04-31", "2023-13-01", "2023-1-01", "023-01-01")
+    bad_times = ("23:59:60Z", "08:48:60Z", "24:00:00Z", "12:60:00Z", "12:00:00", "12:00:00+24:00")
+    cases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "date": (dates, bad_dates),
+        "time": (times, bad_times),
+        "date-time": (
+            tuple(f"{date}T{time}" for date in dates for time in times),
+            (*(f"{date}T{times[0]}" for date in bad_dates), *(f"{dates[0]}T{time}" for time in bad_times)),
+        ),
+    }
+    for name, (good, bad) in cases.items():
+        for library in ("llguidance",) if "pattern" in more else BACKENDS:
+            start = compiled(library, "json", json.dumps({"format": name, **more}))
+            assert all(takes(start, json.dumps(text)) for text in good)
+            assert not [text for text in bad if takes(start, json.dumps(text))]
