@@ -88,7 +88,7 @@ class FoundEngines:
     def add(self, source: Source, rank: int | None = None) -> None:
         self.addresses[source.address] = None
 
-    def let_go(self, address: str) -> None:
+    def let_go(self, address: str, *, may_return: bool = False) -> None:
         self.addresses.pop(address, None)
 
     def note_loads(self, loads: Loads) -> None:
