@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,7 +25,10 @@ from server_here import MODEL, ServerHere, serving_here
 from headrace import InvalidRequestError, LoRARequest
 from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry, installed_resolvers
+from headrace.frontend.http.apis.health.routes import health, ready
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.adapters import AdapterFinder
+from headrace.frontend.http.server.errors import ApiError, UnknownModelError
 from headrace.ipc import plugins
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.failure import MissingAdapterError, ModelError, OptionError
@@ -84,6 +89,21 @@ def completed(client: httpx.Client, model: str | None = None, **fields: Any) -> 
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
+
+
+def test_a_server_is_not_ready_before_its_adapters_are_loaded() -> None:
+    """Engines answer before: probes would send requests for adapters that get a 404."""
+    pool: Any = SimpleNamespace(answers=True, names=["null"])
+    finder = AdapterFinder(pool, ServeOptions(lora_modules=("sql=/nowhere",)))
+    state: Any = SimpleNamespace(pool=pool, finder=finder, draining=False)
+    unused: Any = None
+    for probe in (health, ready):
+        with pytest.raises(ApiError, match="still loading") as refused:
+            asyncio.run(probe(state, unused))
+        assert refused.value.status == 503
+    with pytest.raises(ApiError, match="still loading"):
+        asyncio.run(finder.find(UnknownModelError("sql", "the model 'sql' does not exist")))
+    AdapterFinder(pool, ServeOptions()).check_loaded()
 
 
 def test_the_log_names_the_adapter_of_a_request(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.process.engines import adapter_named
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.server.errors import ApiError, UnknownModelError, bad_field, without_own_names
+from headrace.frontend.http.server.errors import ApiError, UnknownModelError, bad_field, unavailable, without_own_names
 from headrace.ipc.adapters import MOST_NAME, AdapterUse
 from headrace.ipc.control import LoadAdapter
 from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
@@ -72,6 +72,7 @@ class AdapterFinder:
         """Raises OptionError for resolvers that cannot be made."""
         self._pool = pool
         self._modules = parse_lora_modules(options.lora_modules)
+        self._has_loaded = not self._modules
         self._own: dict[str, LoRAResolver] = {}
         if options.lora_resolver_cache_dir:
             self._own["lora_resolver_cache_dir"] = FilesystemResolver(options.lora_resolver_cache_dir)
@@ -83,6 +84,11 @@ class AdapterFinder:
     @property
     def resolvers(self) -> Mapping[str, LoRAResolver]:
         return {**self._own, **LoRAResolverRegistry.resolvers}
+
+    def check_loaded(self) -> None:
+        """Raises ApiError (503) while the adapters of the option lora_modules are not all loaded."""
+        if not self._has_loaded:
+            raise unavailable("the adapters of lora_modules are still loading", code="loading")
 
     async def load_modules(self) -> None:
         """Loads the adapters of the option lora_modules. Raises OptionError with the cause if one cannot be loaded."""
@@ -102,10 +108,13 @@ class AdapterFinder:
             except HeadraceError as error:
                 cause = error.failure.message if error.failure is not None else str(error)
                 raise OptionError(f"lora_modules: the adapter {each.name!r} at {each.path}: {cause}") from error
+        self._has_loaded = True
 
     async def find(self, error: UnknownModelError) -> None:
         """Returns once the model that was not known is served. Raises the error itself if there is none, and ApiError
         (400) if there is one that cannot be loaded."""
+        if any(each.name == error.model for each in self._modules):
+            self.check_loaded()
         adapters = self._pool.adapters
         if not error.model or len(error.model) > MOST_NAME or not adapters.enabled():
             raise error

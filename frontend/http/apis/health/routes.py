@@ -47,9 +47,10 @@ async def metrics(state: ServerState, exchange: Exchange) -> None:
 
 
 async def health(state: ServerState, exchange: Exchange) -> None:
-    """200 while at least one engine is connected and not silent."""
+    """200 while at least one engine is connected and not silent, once the adapters that the server has are loaded."""
     if not state.pool.answers:
         raise why_unavailable(state.pool)
+    state.finder.check_loaded()
     await exchange.answer(HealthResponse("ok"))
 
 
@@ -64,9 +65,7 @@ async def ready(state: ServerState, exchange: Exchange) -> None:
     """200 while the server accepts new connections."""
     if state.draining:
         raise state.stopping()
-    if not state.pool.answers:
-        raise why_unavailable(state.pool)
-    await exchange.answer(HealthResponse("ok"))
+    await health(state, exchange)
 
 
 async def progress(state: ServerState, exchange: Exchange) -> None:
