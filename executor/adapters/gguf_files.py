@@ -100,7 +100,9 @@ def read_gguf(file: Path, spec: ArchSpec, max_rank: int, most_elements: int) -> 
         check_factors(each, str(file))
     rank = max((len(a) for each in modules.values() for a, _ in each.pairs), default=0)
     if rank > max_rank:
-        raise ModelError(f"the adapter {file} has factors of rank {rank}, and max_lora_rank is {max_rank}")
+        raise ModelError(
+            f"the adapter {file} has factors of rank {rank}, which is greater than max_lora_rank, {max_rank}"
+        )
     is_turned = header.metadata["general.architecture"] in TURNED
     return Adapter(file, config, modules, digest.hexdigest(), rank, is_turned)
 

@@ -56,7 +56,7 @@ def read_peft(path: str, max_rank: int, most_elements: int) -> Adapter:
     config = read_config(folder)
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):
         if rank > max_rank:
-            raise ModelError(f"the adapter {path} has {what} {rank}, and max_lora_rank is {max_rank}")
+            raise ModelError(f"the adapter {path} has {what} {rank}, which is greater than max_lora_rank, {max_rank}")
     digest = hashlib.sha256(config.canonical)
     modules: dict[str, AdapterModule] = {}
     for name, tensor, content in _tensors(folder, most_elements):

@@ -63,8 +63,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4' is for a base model whose weights"),
     "no rank": ({"r": 0}, "r is 0; a positive number of at most"),
     "a rank of text": ({"r": "4"}, "r is '4'; a positive number of at most"),
-    "a high rank": ({"r": 16}, "has r 16, and max_lora_rank is 8"),
-    "a high rank of one module": ({"rank_pattern": {"q_proj": 9}}, "has rank_pattern 9, and max_lora_rank is 8"),
+    "a high rank": ({"r": 16}, "has r 16, which is greater than max_lora_rank, 8"),
+    "a high rank of one module": (
+        {"rank_pattern": {"q_proj": 9}},
+        "has rank_pattern 9, which is greater than max_lora_rank, 8",
+    ),
     "another rank than said": ({"r": 2}, "factors of rank 4, and the config says 2"),
     "no pattern": ({"alpha_pattern": {"q_proj(": 9}}, "alpha_pattern has 'q_proj(', which is no regular expression"),
     "a pattern that nests": ({"rank_pattern": {"(" * 5000: 4}}, "which is no regular expression: maximum recursion"),

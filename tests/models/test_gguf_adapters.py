@@ -207,7 +207,7 @@ def test_factors_of_eight_bits_are_read(slots: AdapterSlots, tmp_path: Path) -> 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "of another architecture": ({"architecture": "Qwen2ForCausalLM"}, "llama.cpp's architecture qwen2, and this one"),
     "of another model": ({"module": "model.layers.7.self_attn.q_proj"}, "no matrices that adapters change under .*blk"),
-    "a high rank": ({"rank": 9}, "has factors of rank 9, and max_lora_rank is 8"),
+    "a high rank": ({"rank": 9}, "has factors of rank 9, which is greater than max_lora_rank, 8"),
     "of another size": ({"module": "model.layers.0.self_attn.k_proj"}, r"a matrix of \[64, 64\], and the model's has"),
     "no scale": ({"alpha": -1.0}, "adapter.lora.alpha is -1.0; a number from 0 to"),
     "endless tokens": ({"adapter__alora__invocation_tokens": [5] * 129}, "has 129 tokens, over 128"),
