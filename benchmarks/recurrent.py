@@ -3,7 +3,8 @@
     python benchmarks/recurrent.py [--models qwen3_5 lfm2 mamba2] [--quantization none int4] [--out FILE.json]
 
 `decode`: tokens per second of 1, 8 and 32 streams, and the share of the limit at which weights are read once a step
-and each stream's state twice, by the machine's read bandwidth, measured in the same run. `prefill`: tokens per second
+and each stream's state twice, or bf16 products are computed, whichever takes longer, by the machine's read bandwidth
+and arithmetic, measured in the same run. `prefill`: tokens per second
 of one prompt of 2,048. `turn 2`: seconds until the first token of a prompt that continues one of 8,192 and its answer,
 also for a dense model of about the same size. `shared`: of 300 tokens that 300 requests begin with, the share that all
 but the first find in the cache. `drafts`: the speed of one stream with n-gram drafts that are all right, as none of
@@ -94,18 +95,20 @@ def decode_rate(llm: LLM, prompts: Sequence[Any], **fields: Any) -> float:
     return len(outputs) * (NEW_TOKENS - 1) / seconds
 
 
-def limit(name: str, streams: int, read_bytes_per_s: float) -> float:
-    """Tokens per second at which bf16 weights are read once a step, and each stream's state is read and written."""
+def limit(name: str, streams: int, measured: dict[str, Any]) -> float:
+    """Tokens per second at which bf16 weights are read once a step and each stream's state is read and written, or at
+    which each stream's products with the weights are computed."""
+    read, computed = 1e9 * measured["read_gigabytes_per_s"], 1e9 * measured["bf16 dot product gigaflops"]
     spec = spec_from_config(COMMON | MODELS[name])
     states = sum(kept.elements for layer in spec.own_states(1) for kept in layer)
-    return streams * read_bytes_per_s / (2 * weight_elements(spec) + streams * 2 * 4 * states)
+    weights = weight_elements(spec)
+    return streams / max((2 * weights + streams * 2 * 4 * states) / read, streams * 2 * weights / computed)
 
 
 def decode(llm: LLM, name: str, numbers: random.Random, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     for streams in STREAMS:
         rates = [decode_rate(llm, [prompt(numbers, 32) for _ in range(streams)]) for _ in range(arguments.rounds)]
-        read = 1e9 * float(machine_limits()["read_gigabytes_per_s"])
-        most = limit(name, streams, read)
+        most = limit(name, streams, machine_limits())
         found[f"decode, {streams}"] = {"tok_s": rates, "limit_tok_s": most, "share": statistics.median(rates) / most}
 
 
