@@ -118,11 +118,12 @@ def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
             inner = ",".join(f"{key}:{end}{value}{end}" for key, value in said.items())
             return f"{calls.call[0]}{calls.name[0]}book{calls.name[1]}{inner}}}{calls.call[1]}"
         before_name, after_name, before_value, _ = calls.parameter
-        before_value = f" {calls.value_kinds[0]}{before_value}" if calls.value_kinds[0] else before_value
+        before_value = f" {calls.value_kinds[0][1]}{before_value}" if calls.value_kinds else before_value
+        number = f"{calls.number[0]}1{calls.number[1]}" if calls.number[0] else ""
         inner = "".join(
             f"{before_name}{key}{after_name}{before_value}{line}{value}{line}{end}" for key, value in said.items()
         )
-        parts = (*(calls.section or ())[:1], calls.call[0], calls.name[0] + "book" + calls.name[1], inner)
+        parts = (*(calls.section or ())[:1], calls.call[0], calls.name[0] + "book" + calls.name[1], number, inner)
         return "".join((*parts, calls.after_arguments, calls.call[1], *(calls.section or ())[1:]))
 
     good: tuple[dict[str, str], ...] = (

@@ -18,12 +18,12 @@ CALLS = """
 hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_xml qwen3_coder deepseek_v3 deepseek_v31 granite
 granite-20b-fc granite4 internlm jamba xlam phi4_mini_json kimi_k2 glm45 glm47 minimax minimax_m2 hunyuan_a13b seed_oss
 step3 olmo3 gigachat3 ernie45 longcat openai functiongemma deepseek_v32 deepseek_v4 gemma4 lfm2 apertus hy_v3 mimo
-poolside_v1 cohere_command3 cohere_command4 minicpm5 solar_open2 step3p5
+poolside_v1 cohere_command3 cohere_command4 minicpm5 solar_open2 step3p5 kimi_k3
 """
 REASONING = """
 deepseek_r1 deepseek_v3 qwen3 granite mistral glm45 openai_gptoss gptoss hunyuan_a13b minimax_m2 kimi_k2 olmo3 seed_oss
 step3 ernie45 glm47 deepseek_v4 gemma4 hy_v3 mimo poolside_v1 cohere_command3 cohere_command4 solar_open2 step3p5
-nemotron_v3 holo2
+nemotron_v3 holo2 kimi_k3
 """
 
 

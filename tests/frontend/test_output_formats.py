@@ -106,6 +106,12 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("kimi_k2", f"x<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
      f"{ZURICH_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
      "<|tool_calls_section_end|>", "x", "", TWO),
+    ("kimi_k3", '<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>Ok.<|close|>response<|sep|>'
+     '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"'
+     '<|sep|>Zü"r<br>ich<|close|>argument<|sep|><|open|>argument key="other" type="object"<|sep|>{"a":1}<|close|>'
+     'argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
+     "<|sep|><|close|>message<|sep|>", "Ok.", "a",
+     [("get_weather", {"city": 'Zü"r<br>ich', "other": {"a": 1}}), ("now", {})]),
     ("deepseek_v32", f"<think>a</think>Ok.\n\n<｜DSML｜function_calls>{DSML}</｜DSML｜function_calls>", "Ok.", "a",
      DSML_CALLS),
     ("deepseek_v4", f"<｜DSML｜tool_calls>{DSML}</｜DSML｜tool_calls>", "", "", DSML_CALLS),

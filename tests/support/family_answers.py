@@ -163,6 +163,23 @@ def kimi(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{said}<|tool_calls_section_end|>"
 
 
+K3_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+
+
+def kimi_k3(calls: Sequence[Call]) -> str:
+    def argument(key: str, value: Any) -> str:
+        said = value if isinstance(value, str) else as_json(value)
+        kind = K3_TYPES.get(type(value), "null")
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{said}<|close|>argument<|sep|>'
+
+    written = "".join(
+        f'<|open|>call tool="{name}" index="{place}"<|sep|>'
+        f"{''.join(argument(*each) for each in said.items())}<|close|>call<|sep|>"
+        for place, (name, said) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{written}<|close|>tools<|sep|><|close|>message<|sep|>"
+
+
 V3 = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
@@ -222,7 +239,9 @@ SEED = xml(
 ARGUMENTS = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
 SOLAR = ("<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>\n")
 ACTION = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>")
+K3 = ("<|open|>", "<|close|>", "<|sep|>")
 WAYS = [
+    Way("kimi_k3", kimi_k3, K3, thinks=("<|open|>think<|sep|>", "<|close|>think<|sep|>")),
     Way("deepseek_v32", dsml("function_calls"), THINK, thinks=THINK),
     Way("deepseek_v4", dsml("tool_calls"), THINK, thinks=THINK, is_open=True),
     Way("gemma4", gemma4, ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),

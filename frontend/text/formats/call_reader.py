@@ -273,6 +273,8 @@ class CallReader(PieceReader):
         elif calls.name[0]:
             yield from self._expect(calls.name[0])
         name = yield from self._name_before("<")
+        if calls.number[1]:
+            yield from self._short_until(calls.number[1])
         call, separator, said = self._begin(name), "{", set[str]()
         properties = self._properties_of(name.strip())
         while True:
@@ -308,10 +310,10 @@ class CallReader(PieceReader):
 
     def _value_kind(self, calls: CallFormat) -> Reads:
         """The types that a parameter's markers say its value has; empty if they say none."""
-        for kind, types in zip(calls.value_kinds, (("string",), ("object", "number")), strict=True):
-            if kind and (yield from self._accept(kind)):
+        for type_, said in calls.value_kinds:
+            if (yield from self._accept(said)):
                 yield from self._skip_space()
-                return frozenset(types)
+                return frozenset(["string"] if type_ == "string" else ["object", "number"])
         return frozenset[str]()
 
     def _xml_value(self, call: int, calls: CallFormat, types: frozenset[str], others: Set[str]) -> Reads:

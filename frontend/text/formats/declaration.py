@@ -80,9 +80,11 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Optional marker after the arguments, before the call's end."""
     parameter: tuple[str, str, str, str] = ("", "", "", "")
     """Markers before and after a parameter's name, and before and after its value (xml)."""
-    value_kinds: Pair = ("", "")
-    """Texts that may follow a parameter's name (xml): its value is a string, or JSON. A type in the schema decides
-    where there is one."""
+    value_kinds: tuple[Pair, ...] = ()
+    """(JSON type or other, text that may follow the name of a parameter of that type): a string's value is text, any
+    other JSON (xml). A type in the schema decides where there is one."""
+    number: Pair = ("", "")
+    """Markers around a call's number, which follows its name (xml)."""
     quotes: Pair = ("", "")
     """Markers that may stand around a whole value, in which other markers are text (xml)."""
     values_have_lines: bool = False
@@ -118,8 +120,10 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("loose goes with body json")
         if (self.name_is_key or self.id_keys) and (self.body != "json" or self.is_bare):
             raise ValueError("name_is_key and id_keys go with body json and a marker")
-        if any(self.value_kinds) and not (self.body == "xml" and all(self.value_kinds) and self.parameter[2]):
-            raise ValueError("value_kinds are two, and go with body xml and a marker before values")
+        if self.value_kinds and not (self.body == "xml" and all(map(all, self.value_kinds)) and self.parameter[2]):
+            raise ValueError("value_kinds are pairs of texts, and go with body xml and a marker before values")
+        if any(self.number) and not (self.body == "xml" and all(self.number) and self.name[1]):
+            raise ValueError("number is two markers, and goes with body xml and a marker after names")
         if self.is_either and self.body not in ("json", "xml"):
             raise ValueError("is_either goes with body json and xml")
         if (self.body == "xml" or self.is_either) and not (self.parameter[0] and self.parameter[3]):

@@ -181,7 +181,9 @@ class ForcedCalls(Rules):
         if not after and self._calls.lists:  # Mistral's marker, which older models lack
             ends = self._marker("[ARGS]") if "[ARGS]" in self._special_ids else '("[ARGS]")?'
         kind = f"({self._marker(self._calls.kind)})?" if self._calls.kind else ""
-        return " ".join(filter(None, (kind, self._marker(before), literal(name), ends)))
+        begin, end = self._calls.number
+        number = f"{literal(begin)} /[0-9]{{1,3}}/ {self._marker(end)}" if end else ""
+        return " ".join(filter(None, (kind, self._marker(before), literal(name), ends, number)))
 
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
@@ -189,14 +191,23 @@ class ForcedCalls(Rules):
         for name in schema.get("properties") or ():
             own = _inlined(name, schema)
             begin = literal(before_name + name + after_name)
-            if any(self._calls.value_kinds):
-                kind = self._calls.value_kinds["string" not in types_of(own)]
-                begin += f" {literal(f' {kind}{before_value}')}"
+            if any(special in before_name for special in self._special_ids):
+                begin = f"{self._marker(before_name)} {literal(name + after_name)}"
+            if self._calls.value_kinds:
+                begin += f" ({' | '.join(self._marker(f' {each}{before_value}') for each in self._kinds_of(own))})"
             elif before_value:
                 begin += f" GAP? {literal(before_value)}"
             value = self._rule("value", self._xml_value(own, after_value))
             written += f" (GAP? {begin} {value})" + ("" if name in required else "?")
         return written
+
+    def _kinds_of(self, schema: Mapping[str, Any]) -> list[str]:
+        """What `value_kinds` say of values of this schema."""
+        types = {"number" if each == "integer" else each for each in types_of(schema)}
+        if "string" in types:  # any other value is parsed as a string then
+            types = {"string"}
+        found = [said for type_, said in self._calls.value_kinds if type_ in types]
+        return found or [said for type_, said in self._calls.value_kinds if type_ != "string"]
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
         """A value and its end marker. The line breaks of values_have_lines are required, so that the parser does not
@@ -230,7 +241,7 @@ class ForcedCalls(Rules):
 
     def _text(self, schema: Mapping[str, Any], line: str, end: str) -> str:
         """A string of the schema's length and pattern, up to the first `end`."""
-        is_special = end in self._special_ids
+        is_special = any(map(end.startswith, self._special_ids))
         close = regex(line if is_special else line + end)
         parts = [rf"/(.|\n){{{schema.get('minLength') or 0},{schema.get('maxLength', '')}}}{close}/"]
         if isinstance(pattern := schema.get("pattern"), str):
