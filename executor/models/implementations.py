@@ -44,6 +44,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     if options.model_impl != "transformers":
         try:
             spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
+            spec = replace(spec, history_type=options.history_type, state_type=options.state_type)
             tasks = tasks_of(checkpoint, options, spec)
             if not tasks.generates:
                 spec = replace(spec, has_head=False, tied_head=False, unit_head=False, head_bias=False)

@@ -41,6 +41,8 @@ class LinearAttentionParams:
     """Whether queries and keys are divided by their lengths."""
     scale: float
     """Multiplies queries."""
+    decay_floor: float
+    """The least logarithm of a decay; 0: there is none"""
     first_draft_element: int
     """Where in a draft's kept input those of this op begin, after the convolution's."""
 
@@ -63,7 +65,8 @@ def linear_attention(
         S = d * S,    S = S + key outer (rate * (value - S^T key)),    y = S^T query
 
     where d = exp(decay * softplus(decays + bias)), for a head or for each channel of its keys, and rate = correction *
-    sigmoid(rates). Without a correction S = S + key outer value.
+    sigmoid(rates). Without a correction S = S + key outer value. With a floor d = exp(floor * sigmoid(-decay * (decays
+    + bias))).
 
     mixed [num_tokens, columns of queries, keys and values]; decays [num_tokens, heads or heads * key_dim] or None;
     rates [num_tokens, heads] or None. Returns [num_tokens, heads * value_dim] in mixed's dtype; all is in float32."""
@@ -114,8 +117,9 @@ def _shares(decays: Tensor | None, params: LinearAttentionParams, num_tokens: in
     """What remains of the state: [num_tokens, heads, key_dim or 1, 1]"""
     if params.decay_bias is None or decays is None:
         return params.decay.exp()[None, :, None, None].expand(num_tokens, -1, -1, -1)
-    steps = F.softplus(decays + params.decay_bias).unflatten(1, (params.num_heads, -1))
-    return torch.exp(params.decay[:, None] * steps)[..., None]
+    steps, rate = (decays + params.decay_bias).unflatten(1, (params.num_heads, -1)), params.decay[:, None]
+    logarithm = params.decay_floor * (-rate * steps).sigmoid() if params.decay_floor else rate * F.softplus(steps)
+    return torch.exp(logarithm)[..., None]
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"linear_attention": linear_attention})

@@ -163,6 +163,11 @@ PUBLISHED: dict[str, Published] = {
     "internlm3_biases": Published(
         "InternLM3ForCausalLM", _twin("Qwen2"), {}, lambda config: _plain(config, qkv_bias=True, bias=False)
     ),
+    "mimo": Published(
+        "MiMoForCausalLM", _twin("Qwen2"), {},
+        lambda config: _plain(config, attention_bias=True, num_nextn_predict_layers=1),
+        lambda state: {**state, "model.mtp_layers.0.token_layernorm.weight": torch.ones(8)},
+    ),
     "baichuan_7b": Published(
         "BaiChuanForCausalLM", _twin("Llama"), {}, _baichuan, _fused("self_attn.W_pack", 1)
     ),

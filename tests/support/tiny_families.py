@@ -36,6 +36,12 @@ FAMILIES: dict[str, TinyModel] = {
     "phi3": tiny("Phi3", **WINDOW),
     "phi3_longrope": tiny("Phi3", rope_parameters=LONGROPE, max_position_embeddings=512),
     "granite": tiny("Granite", **(GRANITE | {"embedding_multiplier": 1.5}), tie_word_embeddings=True),
+    "granite_swa": tiny(
+        "GraniteSWA",
+        **(GRANITE | {"num_hidden_layers": 5}),
+        sliding_window=20,
+        layer_rope_theta=[0, 10000.0, 10000.0, 500.0, 10000.0],
+    ),
     "granite_biases": tiny("Granite", **GRANITE, attention_bias=True, mlp_bias=True),
     "hyperclovax": tiny("HyperCLOVAX", **(GRANITE | {"logits_scaling": 0.5}), use_post_norm=True),
     "gpt_neox": tiny("GPTNeoX", hidden_size=64, tie_word_embeddings=False),

@@ -40,6 +40,11 @@ FAMILIES: dict[str, TinyModel] = {
         "GraniteMoe", embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0,
         **EXPERTS,
     ),
+    "granitemoe_swa": tiny(
+        "GraniteMoeSWA", embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2,
+        logits_scaling=4.0, sliding_window=20, layer_types=["sliding_attention", "full_attention"],
+        shared_intermediate_size=40, layer_rope_theta=[10000.0, 0], **EXPERTS,
+    ),
     "ernie4_5_moe": tiny(
         "Ernie4_5_Moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=2, head_dim=16,
         moe_layer_interval=2, num_hidden_layers=3,

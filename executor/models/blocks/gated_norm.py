@@ -8,17 +8,18 @@ from typing import Literal
 
 from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, size_of
 
-GateActivation = Literal["silu", "sigmoid"]
+GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
 class OutputGate(Declared):
-    """compute(x, gate): x * activation(gate), columns by columns."""
+    """compute(x, gate): x * activation(gate), columns by columns, or with one gate for each group of columns."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerOutputGate.read"
     program_reader = "headrace.executor.cpu.recurrent:CpuOutputGate.read"
 
     activation: GateActivation
+    group: int = 1
 
     def weights(self) -> Iterator[Weight]:
         return iter(())

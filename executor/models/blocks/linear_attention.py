@@ -37,6 +37,8 @@ class LinearAttention(Declared):
     """Multiplies queries."""
     decay: Vector | None = None
     """Logarithm of each head's rate of decay."""
+    decay_floor: float = 0.0
+    """The least logarithm of a decay, which is negative; 0: there is none."""
     rates: tuple[float, ...] = ()
     """In the place of `decay`: each head's rate, where the model fixes it."""
     decay_bias: Vector | None = None
@@ -90,6 +92,8 @@ class DeltaRule(StateMixer):
     norm_eps: float = 1e-6
     correction: float = 1.0
     """The largest share of a correction."""
+    decay_floor: float = 0.0
+    """As in `LinearAttention`."""
     decay_per_channel: bool = False
     """Whether each channel of a head's keys decays by itself, instead of the head."""
     rank: int = 0
@@ -120,8 +124,8 @@ class DeltaRule(StateMixer):
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         return (
-            Kept("history", (self.conv_width - 1, self._own_mixed(tp_size)), "float32"),
-            Kept("state", (self.heads // tp_size, self.key_dim, self.value_dim), "float32"),
+            Kept("history", (self.conv_width - 1, self._own_mixed(tp_size))),
+            Kept("state", (self.heads // tp_size, self.key_dim, self.value_dim)),
         )
 
     def draft_elements(self, tp_size: int) -> int:
@@ -147,6 +151,7 @@ class DeltaRule(StateMixer):
                 self.value_dim,
                 scale=self.key_dim**-0.5,
                 decay=Vector(at + names.decay, heads, self.decay_shape),
+                decay_floor=self.decay_floor,
                 decay_bias=Vector(at + names.decay_bias, decays),
                 correction=self.correction,
                 unit_keys=True,
@@ -217,7 +222,7 @@ class Lightning(StateMixer):
         )
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
-        return (Kept("state", (self.heads // tp_size, self.head_dim, self.head_dim), "float32"),)
+        return (Kept("state", (self.heads // tp_size, self.head_dim, self.head_dim)),)
 
     def draft_elements(self, tp_size: int) -> int:
         return 3 * self.inner // tp_size

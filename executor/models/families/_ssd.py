@@ -15,7 +15,7 @@ RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent")
 ATTENTION = ("full_attention", "attention")
 IGNORED = {
     "mamba_chunk_size": "how the original code divides the work",
-    "mamba_ssm_cache_dtype": "states are float32 here",
+    "mamba_ssm_cache_dtype": "the engine's option of this name says it",
     "use_mamba_kernels": "how the original code runs",
     "num_logits_to_keep": "what transformers' code returns",
     "z_loss_coefficient": "training alone",

@@ -3,6 +3,7 @@
 from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import biases, experts, integer, llama_like, positive
+from headrace.executor.models.families.granite import multipliers
 
 NAMES = WeightNames(router="block_sparse_moe.router.layer", experts="block_sparse_moe.experts")
 STACKED = StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
@@ -13,10 +14,7 @@ def build(config: Config) -> ArchSpec:
         config,
         attention={"scale": positive(config, "attention_multiplier", 1.0), **biases(config, "attention_bias", False)},
         ffn=experts(config, integer(config, "intermediate_size"), renormalise=True),
-        embedding_scale=positive(config, "embedding_multiplier", 1.0),
-        scales_given=True,
-        residual_scale=positive(config, "residual_multiplier", 1.0),
-        logit_scale=1 / positive(config, "logits_scaling", 1.0),
+        **multipliers(config),
         names=NAMES,
         stacked=STACKED,
     )

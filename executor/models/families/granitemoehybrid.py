@@ -20,6 +20,7 @@ from headrace.executor.models.families._config import (
     rope,
 )
 from headrace.executor.models.families._ssd import IGNORED, mamba, recurrent_layers
+from headrace.executor.models.families.granite import multipliers
 
 HYBRID = "GraniteMoeHybridForCausalLM"
 SHARED = "shared_mlp"
@@ -34,12 +35,20 @@ NAMES = WeightNames(
 STACKED = StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
 
 
-def _ffn(config: Config, shared: int) -> Ffn:
+def ffn_of(config: Config, shared: int) -> Ffn:
     if not integer(config, "num_local_experts", 8):
         integer(config, "num_experts_per_tok", 2)  # of no expert
         return Dense(shared, activation(config, "hidden_act", "silu"))
     routed = experts(config, integer(config, "intermediate_size"), renormalise=True, shared_inner=shared)
     return replace(routed, shared_gate=False)
+
+
+def shared_parts(config: Config, shared: int) -> tuple[Fused, ...]:
+    """How checkpoints store the shared expert."""
+    return (
+        Fused(f"{SHARED}.input_linear", ((NAMES.gate, shared), (NAMES.up, shared))),
+        Fused(f"{SHARED}.output_linear", ((NAMES.down, integer(config, "hidden_size")),)),
+    )
 
 
 def build(config: Config) -> ArchSpec:
@@ -51,10 +60,7 @@ def build(config: Config) -> ArchSpec:
     is_hybrid = config["architectures"][0] == HYBRID
     kinds = recurrent_layers(config, "layer_types", count) if is_hybrid else [False] * count
     rotates = not is_hybrid or one_of(config, "position_embedding_type", "nope", "rope") == "rope"
-    fused = [
-        Fused(f"{SHARED}.input_linear", ((NAMES.gate, shared), (NAMES.up, shared))),
-        Fused(f"{SHARED}.output_linear", ((NAMES.down, integer(config, "hidden_size")),)),
-    ]
+    fused = list(shared_parts(config, shared))
     mixer = mamba(config) if any(kinds) else None
     if mixer is not None and not mixer.problem():
         fused += mixer.fused()
@@ -63,11 +69,8 @@ def build(config: Config) -> ArchSpec:
         positions=[Positions(rope(config, head_dim, 10000.0) if rotates else None)] * count,
         head_dim=head_dim,
         attention={"scale": positive(config, "attention_multiplier", 1.0), **biases(config, "attention_bias", False)},
-        ffn=_ffn(config, shared),
-        embedding_scale=positive(config, "embedding_multiplier", 1.0),
-        scales_given=True,
-        residual_scale=positive(config, "residual_multiplier", 1.0),
-        logit_scale=1 / positive(config, "logits_scaling", 1.0),
+        ffn=ffn_of(config, shared),
+        **multipliers(config),
         names=NAMES,
         stacked=STACKED,
         fused=tuple(fused),

@@ -10,4 +10,6 @@ def build(config: Config) -> ArchSpec:
     return llama_like(config, attention=biases(config, "attention_bias", False), ffn=ffn)
 
 
-FAMILY = Family(("LlamaForCausalLM", "LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), build)
+FAMILY = Family(
+    ("LlamaForCausalLM", "LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "IQuestCoderForCausalLM"), build
+)

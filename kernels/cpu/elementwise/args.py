@@ -132,6 +132,7 @@ class GatedNormArgs(ctypes.Structure):
         ("gate_type", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("gate_per_group", ctypes.c_int32),
     )
 
 

@@ -200,7 +200,10 @@ void gated_norm(const void* raw, const Step& step, int thread, int num_threads) 
       norm_values(NormKind::kRms, values, count, args.weight + group * args.weight_stride, nullptr, args.eps, values);
     if (args.gate != nullptr) {
       const char* gate = row_at(args.gate, row, args.gate_stride, args.gate_type);
-      load_values(gate + first * size_of(args.gate_type), args.gate_type, count, gates);
+      if (args.gate_per_group != 0)
+        std::fill(gates, gates + count, load_one(gate, group, args.gate_type));
+      else
+        load_values(gate + first * size_of(args.gate_type), args.gate_type, count, gates);
       std::fill(gates + count, gates + (count + kLanes - 1) / kLanes * kLanes, 0.0f);
       for (int64_t at = 0; at < count; at += kLanes) {
         const Floats activated = activate(args.activation, load_floats(gates + at));

@@ -137,6 +137,7 @@ struct GatedNormArgs {
   DType gate_type;
   DType output_type;
   float eps;
+  int32_t gate_per_group;  // 1: each group of columns has one gate
 };
 
 void norm(const void* args, const Step& step, int thread, int num_threads);

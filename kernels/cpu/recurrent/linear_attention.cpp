@@ -88,14 +88,19 @@ struct LinearHead {
     float *share = room.share + i * room.keys, *fade = room.fade + i * room.keys;
     const int64_t columns = args.decay_columns, first = head * columns;
     if (columns <= 1) {
-      const float step = columns == 0 ? 1.0f : softplus(decays[first] + args.decay_bias[first]);
-      std::fill(share, share + args.key_dim, std::exp(rate * step));
+      const float step = columns == 0 ? 1.0f : decays[first] + args.decay_bias[first];
+      const float logarithm = args.decay_floor != 0.0f ? args.decay_floor / (1.0f + std::exp(rate * step))
+                              : columns == 0           ? rate
+                                                       : rate * softplus(step);
+      std::fill(share, share + args.key_dim, std::exp(logarithm));
     } else {
       for (int64_t c = 0; c < columns; c += kLanes) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes, columns - c));
         const Floats bias = load_lanes(args.decay_bias, first + c, lanes, DType::kF32);
-        const Floats step = softplus(load_lanes(decays, first + c, lanes, DType::kF32) + bias);
-        store_floats(share + c, exponential<true>(rate * step));
+        const Floats step = load_lanes(decays, first + c, lanes, DType::kF32) + bias;
+        const Floats logarithm = args.decay_floor != 0.0f ? args.decay_floor / (1.0f + exponential<true>(rate * step))
+                                                          : rate * softplus(step);
+        store_floats(share + c, exponential<true>(logarithm));
       }
     }
     for (int64_t c = 0; c < args.key_dim; ++c) fade[c] = share[c] * key[c];
@@ -161,21 +166,22 @@ struct LinearHead {
 
   void read(const int32_t* pages) const {
     if (pages == nullptr) return std::fill(room.state, room.state + args.key_dim * room.columns, 0.0f);
-    const float* from = args.state.at(pages, head);
-    for (int64_t row = 0; row < args.key_dim; ++row)
-      load(from, DType::kF32, row * args.value_dim, args.value_dim, room.state + row * room.columns);
+    for (int64_t row = 0; row < args.key_dim; ++row) {
+      float* to = room.state + row * room.columns;
+      args.state.read(pages, head, row * args.value_dim, args.value_dim, to);
+      std::fill(to + args.value_dim, to + room.columns, 0.0f);
+    }
   }
 
   void write(const int32_t* pages) const {
-    float* to = args.state.at(pages, head);
-    if (to == state) return;
+    if (args.state.at(pages, head) == reinterpret_cast<char*>(state)) return;
     for (int64_t row = 0; row < args.key_dim; ++row)
-      std::copy_n(state + row * room.columns, args.value_dim, to + row * args.value_dim);
+      args.state.write(pages, head, row * args.value_dim, args.value_dim, state + row * room.columns);
   }
 
   // Whether the state can be computed where it lies: it is read from the sequence's own pages and stored there at the end.
   bool is_in_place(const StateSequence& sequence) const {
-    return room.columns == args.value_dim && sequence.commit == sequence.inputs() && sequence.source != nullptr &&
+    return args.state.type == DType::kF32 && room.columns == args.value_dim && sequence.commit == sequence.inputs() && sequence.source != nullptr &&
            args.state.at(sequence.source, head) == args.state.at(sequence.pages, head);
   }
 
@@ -185,7 +191,7 @@ struct LinearHead {
       sequence.stores(states, passed, [&](const int32_t* pages) { write(pages); });
     };
     const bool in_place = is_in_place(sequence);
-    state = in_place ? args.state.at(sequence.pages, head) : room.state;
+    state = in_place ? reinterpret_cast<float*>(args.state.at(sequence.pages, head)) : room.state;
     if (!in_place) read(sequence.source);
     stored(0);
     for (int64_t begin = 0; begin < sequence.inputs();) {
