@@ -55,7 +55,7 @@ THREE_TO_ONE = {
     "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
 }
 FALCON = {"max_position_embeddings": 2048}  # which the converter writes of all
-MAMBA2 = {"max_position_embeddings": 2**20}  # likewise
+MAMBA2 = LONG = {"max_position_embeddings": 2**20}  # likewise
 MSCALES = {"short_mscale": PHIMOE_ATTENTION_FACTOR, "long_mscale": PHIMOE_ATTENTION_FACTOR}
 
 
@@ -127,6 +127,8 @@ CASES: dict[str, Source] = {
     "qwen3": plain("qwen3"),
     "gemma3": plain("gemma3", **GEMMA3),
     "gemma3n": plain("gemma3n", vocab_size_per_layer_input=tiny_models.VOCAB_SIZE),
+    "gemma4": plain("gemma4"),
+    "gemma4, experts": plain("gemma4_experts"),
     "gemma2": plain("gemma2", query_pre_attn_scalar=16),
     "smollm3": plain("smollm3"),
     "mixtral": plain("mixtral", num_key_value_heads=2),
@@ -170,11 +172,22 @@ CASES: dict[str, Source] = {
     "deepseek2, version 3": plain("deepseek_v3_moe", rope_parameters=YARN),
     "deepseek2, kimi": mixture("kimi_k2"),
     "deepseek2, glm": mixture("glm4_moe_lite"),
+    "dbrx": mixture("dbrx"),
+    "exaone-moe": mixture("exaone_moe"),
     "dots1": mixture("dots1", sliding_window=None, layer_types=None),
     "ernie4_5-moe": mixture("ernie4_5_moe"),
     "glm4moe": mixture("glm4_moe"),
     "gpt-oss": mixture("gpt_oss"),
     "granitemoe": mixture("granitemoe"),
+    "granitehybrid": recurrent("granite_hybrid", **LONG),
+    "granitehybrid, dense": recurrent("granite_hybrid_dense", **LONG, position_embedding_type="nope"),
+    "granitehybrid, bamba": recurrent("bamba", time_step_limit=[0.0, float("inf")]),
+    "falcon-h1": recurrent("falcon_h1", tie_word_embeddings=False),
+    "falcon-h1, normed": recurrent("falcon_h1_normed", projectors_bias=False, tie_word_embeddings=False),
+    "nemotron_h": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "mlp", "attention", "mlp", "mamba"]),
+    "nemotron_h_moe": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "moe", "attention", "moe"]),
+    "jamba": recurrent("jamba"),
+    "kimi-linear": recurrent("kimi_linear"),
     "lfm2": recurrent("lfm2"),
     "lfm2moe": recurrent("lfm2_moe", routed_scaling_factor=1.0),
     "mamba": recurrent("mamba", **MAMBA2),

@@ -12,9 +12,10 @@ import torch
 Config = Mapping[str, Any]
 EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 PERMUTED = (
-    "llama", "smollm3", "arcee", "granite", "granitemoe", "olmo", "baichuan", "internlm2", "minicpm",
+    "llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "olmo",
+    "baichuan", "internlm2", "minicpm",
 )  # fmt: skip
-LATENT = ("deepseek2", "minicpm3")
+LATENT = ("deepseek2", "minicpm3", "kimi-linear")
 OWN_HEADS = ("qwen3", "gemma2", "gemma3", "gemma3n", "gpt-oss")
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -22,6 +23,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "context": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
 }
+
+
+def file_architecture(arch: str, config: Config) -> str:
+    """Nemotron-H's files have two names."""
+    return "nemotron_h_moe" if arch == "nemotron_h" and "moe" in config["layers_block_type"] else arch
 
 
 def first(config: Config, what: str) -> Any:
@@ -35,14 +41,16 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
         (_write_mamba2 if arch == "mamba2" else _write_mamba)(writer, config)
         _write_tokens(writer, config)
         return int(config["num_hidden_layers"])
+    if arch.startswith("nemotron_h"):
+        config = {**config, "num_hidden_layers": len(config["layers_block_type"])}
+    if arch == "gemma4":
+        config = {**config, **_published_gemma4(config)}
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
-    rope = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
+    rope = config.get("attn_config") if arch == "dbrx" else config.get("rope_parameters")
+    rope = (rope or {}).get("full_attention", rope or {})
     head_dim = config.get("head_dim") or hidden // heads
     writer.add_block_count(layers)
-    writer.add_context_length(
-        2048 if arch == "falcon" else next((config[k] for k in NAMES["context"] if config.get(k)), 2048)
-    )
+    writer.add_context_length(_context(arch, config))
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(_inner(arch, config, hidden))
     writer.add_head_count(heads)
@@ -52,6 +60,8 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif arch.startswith("lfm2"):
         writer.add_layer_norm_rms_eps(config["norm_eps"])
+    elif arch.startswith("nemotron_h"):
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -59,12 +69,16 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     if (theta := rope.get("rope_theta", config.get("rope_theta"))) is not None:
         writer.add_rope_freq_base(theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0
-    if arch not in LATENT and (partial != 1.0 or arch in PERMUTED):
+    if arch not in (*LATENT, "gemma4") and (partial != 1.0 or arch in PERMUTED):
         writer.add_rope_dimension_count(int(partial * head_dim))
-    if arch not in LATENT and (arch in OWN_HEADS or head_dim * heads != hidden):
+    if arch not in (*LATENT, "gemma4") and (arch in OWN_HEADS or head_dim * heads != hidden):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "num_experts_per_tok" in config and arch != "minicpm3":
+    if (
+        "num_experts_per_tok" in config
+        and arch not in ("minicpm3", "nemotron_h")
+        and config.get("num_local_experts") != 0
+    ):
         _write_experts(writer, arch, config)
     _write_scaling(writer, arch, rope)
     if arch in OWN:
@@ -109,6 +123,12 @@ def _write_mamba(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
 
 
+def _context(arch: str, config: Config) -> int:
+    if arch.startswith(("granitehybrid", "nemotron_h")) and config["model_type"] != "bamba":
+        return 2**20
+    return 2048 if arch == "falcon" else next((config[k] for k in NAMES["context"] if config.get(k)), 2048)
+
+
 def _lfm2_inner(config: Config) -> int:
     inner = config["intermediate_size"]
     if not config.get("block_auto_adjust_ff_dim", False):
@@ -120,8 +140,18 @@ def _lfm2_inner(config: Config) -> int:
 def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
     if arch.startswith("lfm2"):
         return _lfm2_inner(config)
+    if arch == "gemma4" and config["use_double_wide_mlp"]:
+        inner, layers = config["intermediate_size"], config["num_hidden_layers"]
+        first = layers - config["num_kv_shared_layers"]
+        return [inner if layer < first else 2 * inner for layer in range(layers)]
+    if arch == "dbrx":
+        return int(config["ffn_config"]["ffn_hidden_size"])
     if arch == "gemma3n":
         return list(config["intermediate_size"])
+    if arch.startswith("nemotron_h"):
+        kind = "moe" if arch == "nemotron_h_moe" else "mlp"
+        size = config["moe_intermediate_size" if kind == "moe" else "intermediate_size"]
+        return [size if each == kind else 0 for each in config["layers_block_type"]]
     if arch in ("falcon", "bloom", "mpt", "gpt2", "starcoder"):
         return 4 * hidden
     return int(config["intermediate_size_mlp" if arch == "llama4" else "intermediate_size"])
@@ -130,9 +160,94 @@ def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
 def _groups(arch: str, config: Config, heads: int) -> int | list[int]:
     if arch.startswith("lfm2"):
         return [0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]]
+    if (attends := _attends(arch, config)) is not None:
+        return [(1 if arch == "kimi-linear" else config["num_key_value_heads"]) if each else 0 for each in attends]
+    if arch == "gemma4" and config["num_global_key_value_heads"] is not None:
+        of = {
+            "full_attention": config["num_global_key_value_heads"],
+            "sliding_attention": config["num_key_value_heads"],
+        }
+        return [of[kind] for kind in config["layer_types"]]
+    if arch == "dbrx":
+        return int(config["attn_config"]["kv_n_heads"])
     if arch == "falcon":
         return int(config.get("num_kv_heads") or 1) if config["new_decoder_architecture"] else 1
     return heads if arch in ("bloom", "phi2", "gptneox") else int(config.get("num_key_value_heads") or heads)
+
+
+def _attends(arch: str, config: Config) -> list[bool] | None:
+    """Whether each layer of a hybrid has attention; None for other models."""
+    layers = range(config["num_hidden_layers"]) if "num_hidden_layers" in config else ()
+    if arch == "jamba":
+        return [each % config["attn_layer_period"] == config["attn_layer_offset"] for each in layers]
+    if config.get("model_type") == "bamba":
+        return [each in config["attn_layer_indices"] for each in layers]
+    if arch.startswith("nemotron_h"):
+        return [kind in ("full_attention", "attention") for kind in config["layers_block_type"]]
+    if arch in ("granitehybrid", "kimi-linear"):
+        return [kind in ("full_attention", "attention") for kind in config["layer_types"]]
+    return None
+
+
+def _write_ssd(writer: gguf.GGUFWriter, config: Config, heads: str, head_dim: str, state: str, groups: str) -> None:
+    writer.add_ssm_conv_kernel(config.get("mamba_d_conv", config.get("conv_kernel")))
+    writer.add_ssm_state_size(config[state])
+    writer.add_ssm_group_count(config[groups])
+    writer.add_ssm_inner_size(config[heads] * config[head_dim])
+    writer.add_ssm_time_step_rank(config[heads])
+
+
+def _granite_hybrid(writer: gguf.GGUFWriter, config: Config) -> None:
+    _write_ssd(writer, config, "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups")
+    writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
+    if config["model_type"] != "bamba":
+        _granite(writer, config)
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _falcon_h1(writer: gguf.GGUFWriter, config: Config) -> None:
+    _write_ssd(writer, config, "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups")
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _nemotron_h(writer: gguf.GGUFWriter, config: Config) -> None:
+    _write_ssd(writer, config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
+    writer.add_rope_scaling_finetuned(False)
+
+
+def _nemotron_h_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    _nemotron_h(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+
+
+def _jamba(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
+def _kimi_linear(writer: gguf.GGUFWriter, config: Config) -> None:
+    _latent(writer, config)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_group_count(config["num_expert_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _write_scaling(writer: gguf.GGUFWriter, arch: str, rope: Mapping[str, Any]) -> None:
@@ -239,6 +354,33 @@ def _gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
+def _published_gemma4(config: Config) -> dict[str, Any]:
+    """The sizes of full attention under the names that published configs have."""
+    full = next(iter(config["per_layer_config"].values()))
+    return {"global_head_dim": full["head_dim"], "num_global_key_value_heads": full.get("num_key_value_heads")}
+
+
+def _gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_value_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if (cap := config["final_logit_softcapping"]) is not None:
+        writer.add_final_logit_softcapping(cap)
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
 def _cohere2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window(config["sliding_window"])
     writer.add_logit_scale(config["logit_scale"])
@@ -262,6 +404,24 @@ def _ernie(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_leading_dense_block_count(config["moe_layer_start_index"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def _exaone_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    _window_of_layers(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_nextn_predict_layers(0)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _dbrx(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
+    writer.add_expert_count(config["ffn_config"]["moe_num_experts"])
+    writer.add_expert_used_count(config["ffn_config"]["moe_top_k"])
 
 
 def _lfm2(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -291,23 +451,32 @@ def _mpt(writer: gguf.GGUFWriter, config: Config) -> None:
 OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "cohere2": _cohere2,
     "command-r": lambda writer, config: writer.add_logit_scale(config["logit_scale"]),
+    "dbrx": _dbrx,
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,
+    "exaone-moe": _exaone_moe,
     "exaone4": _window_of_layers,
+    "falcon-h1": _falcon_h1,
     "gemma2": _gemma2,
     "gemma3": _window,
     "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "glm4moe": lambda writer, config: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
     "gpt-oss": _window,
     "gptneox": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "granite": _granite,
+    "granitehybrid": _granite_hybrid,
     "granitemoe": _granite,
+    "jamba": _jamba,
+    "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "llama4": lambda writer, config: writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"]),
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "mpt": _mpt,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h_moe,
     "qwen35": _delta,
     "qwen35moe": _delta,
     "qwen3next": _delta,

@@ -11,6 +11,9 @@ from gguf_keys import PERMUTED, first
 from torch import Tensor
 
 Config = Mapping[str, Any]
+WITH_COLUMNS = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe")
+"""Whose vectors of heads become columns."""
+HYBRIDS = ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "jamba", "kimi-linear")
 OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 ALPHAS = {"alpha_p": "xielu.alpha_p", "alpha_n": "xielu.alpha_n", "beta": "xielu.beta", "eps": "xielu.eps"}
 BLOCKS = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.")
@@ -68,22 +71,29 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
             flat = part.flatten(0, 1)
             yield f"{blk}attn_{letter}.weight", _permuted(flat, count) if count else flat
     elif arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
-        heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
-        keys, values = tensor.unflatten(0, (heads, -1)).split((nope, config["v_head_dim"]), dim=1)
-        yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
-        yield name.replace("kv_b_proj", "v_b_proj"), values
-    elif arch == "granitemoe" and name.endswith(".input_linear.weight"):
-        gates, ups = tensor.chunk(2, dim=1)
-        yield f"{blk}ffn_gate_exps.weight", gates
-        yield f"{blk}ffn_up_exps.weight", ups
-    elif arch == "granitemoe" and name.endswith(".output_linear.weight"):
-        yield f"{blk}ffn_down_exps.weight", tensor
+        yield from _halves(name, tensor, config)
+    elif arch == "dbrx" and ".experts.mlp." in name:
+        count = config["ffn_config"]["moe_num_experts"]
+        parts, own = tensor.unflatten(0, (count, -1)), {"w1": "gate", "v1": "up", "w2": "down"}[last]
+        yield f"{blk}ffn_{own}_exps.weight", parts.transpose(1, 2) if last == "w2" else parts
     elif arch in ("mamba", "mamba2") and ".mixer." in name:
         yield from _mamba(arch, name, last, tensor, blk, config)
+    elif arch in (*HYBRIDS, "granitemoe"):
+        yield from _hybrid(arch, name, last, tensor, blk, config)
     elif ".linear_attn." in name:
         yield from _delta(arch, name, last, tensor, blk, config)
-    elif arch == "lfm2moe" and ".experts." in name:
+    else:
+        yield from _renamed(arch, name, tensor, blk)
+
+
+def _renamed(arch: str, name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:
+    start, _, last = name.rpartition(".")
+    if arch == "lfm2moe" and ".experts." in name:
         yield name.removeprefix("model."), tensor
+    elif arch == "gemma4" and last in ("scale", "per_expert_scale"):
+        yield f"{blk}{'ffn_gate_inp' if last == 'scale' else 'ffn_down_exps'}.scale", tensor
+    elif last == "layer_scalar" or (arch == "gemma4" and start.endswith(".experts")):
+        yield f"{name}.weight", tensor
     elif last == "expert_bias":
         yield f"{name}.bias", tensor
     elif last == "e_score_correction_bias":
@@ -94,15 +104,48 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield name, tensor
 
 
+def _halves(name: str, tensor: Tensor, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """Of latent attention's up-projection."""
+    heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+    keys, values = tensor.unflatten(0, (heads, -1)).split((nope, config["v_head_dim"]), dim=1)
+    yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), values
+
+
+def _hybrid(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
+    if ".shared_mlp." in name:
+        kind = "_shexp" if config["num_local_experts"] else ""
+        parts = zip(("gate", "up"), tensor.chunk(2), strict=True) if ".input_linear." in name else [("down", tensor)]
+        yield from ((f"{blk}ffn_{part}{kind}.weight", each) for part, each in parts)
+    elif name.endswith(".input_linear.weight"):
+        gates, ups = tensor.chunk(2, dim=1)
+        yield f"{blk}ffn_gate_exps.weight", gates
+        yield f"{blk}ffn_up_exps.weight", ups
+    elif name.endswith(".output_linear.weight"):
+        yield f"{blk}ffn_down_exps.weight", tensor
+    elif name.endswith("kv_b_proj.weight"):
+        yield from _halves(name, tensor, config)
+    elif arch == "kimi-linear" and name.endswith("_conv1d.weight"):
+        yield name, tensor.reshape(1, tensor.shape[0], 1, -1)
+    elif arch == "kimi-linear" and ".layers.0.block_sparse_moe." in name:  # the dense FFN, which transformers saves so
+        yield name.replace("block_sparse_moe", "mlp"), tensor
+    elif last == "e_score_correction_bias":
+        yield f"{name.removesuffix('_bias')}.bias", tensor
+    elif ".experts." in name:  # under the name of other families' experts
+        yield re.sub(r"backbone|model", "model", re.sub(r"mixer|feed_forward", "mlp", name), count=1), tensor
+    else:
+        yield from _mamba(arch, name, last, tensor, blk, config)
+
+
 def _mamba(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
     if last == "A_log":
-        yield f"{blk}ssm_a", -tensor.exp() if arch == "mamba" else -tensor.exp()[:, None]
+        yield f"{blk}ssm_a", -tensor.exp()[:, None] if arch in WITH_COLUMNS else -tensor.exp()
     elif last == "D":
-        yield f"{blk}ssm_d", tensor if arch == "mamba" else tensor[:, None]
+        yield f"{blk}ssm_d", tensor[:, None] if arch in WITH_COLUMNS else tensor
     elif last == "dt_bias":
         yield f"{blk}ssm_dt.bias", tensor
-    elif name.endswith(".norm.weight"):
-        yield name, tensor.unflatten(0, (config["n_groups"], -1))
+    elif name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
+        yield name, tensor.unflatten(0, (config.get("n_groups") or config["mamba_n_groups"], -1))
     else:
         yield name, tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
@@ -187,9 +230,34 @@ def _permuted(tensor: Tensor, heads: int) -> Tensor:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
+def _multiplied(name: str, tensor: Tensor, config: Config) -> Tensor:
+    """Falcon-H1's multipliers become a part of the weights."""
+    inputs = config["attention_in_multiplier"]
+    factors = {
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+        "q_proj": inputs,
+        "k_proj": inputs * config["key_multiplier"],
+        "v_proj": inputs,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    stem = name.split(".")[-2]
+    if stem == "in_proj":
+        shared = config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = (config["mamba_d_ssm"],) * 2 + (shared,) * 2 + (config["mamba_n_heads"],)
+        parts = zip(tensor.split(sizes), config["ssm_multipliers"], strict=True)
+        return torch.cat([part * factor for part, factor in parts]) * config["ssm_in_multiplier"]
+    return tensor * factors.get(stem, 1.0)
+
+
 def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
     if arch in OFFSET and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor + 1
+    if arch == "falcon-h1":
+        return _multiplied(name, tensor, config)
     if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.T
     if arch in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):

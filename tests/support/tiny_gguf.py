@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
+import gguf_keys
 import gguf_tensors
 import numpy as np
 import torch
@@ -22,16 +23,20 @@ ARCHITECTURES = {
     "ArceeForCausalLM": "arcee",
     "BaiChuanForCausalLM": "baichuan",
     "BaichuanForCausalLM": "baichuan",
+    "BambaForCausalLM": "granitehybrid",
     "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
+    "DbrxForCausalLM": "dbrx",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone-moe",
     "FalconForCausalLM": "falcon",
+    "FalconH1ForCausalLM": "falcon-h1",
     "FalconMambaForCausalLM": "mamba",
     "GPT2LMHeadModel": "gpt2",
     "GPTBigCodeForCausalLM": "starcoder",
@@ -39,6 +44,7 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3nForCausalLM": "gemma3n",
+    "Gemma4ForCausalLM": "gemma4",
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4moe",
@@ -46,7 +52,10 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
     "InternLM2ForCausalLM": "internlm2",
+    "JambaForCausalLM": "jamba",
+    "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "Llama4ForCausalLM": "llama4",
@@ -60,6 +69,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "llama",
     "MptForCausalLM": "mpt",
     "NemotronForCausalLM": "nemotron",
+    "NemotronHForCausalLM": "nemotron_h",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "OlmoForCausalLM": "olmo",
@@ -85,7 +95,10 @@ NOT_QUANTISED = (
     ".feed_forward.gate",
     *(".altup.correction_coefs", ".altup.prediction_coefs", ".altup.modality_router"),
 )
-SMALL = ("shortconv.conv.weight", "ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
+SMALL = (
+    *("shortconv.conv.weight", "ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d"),
+    *("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),
+)
 """Matrices that stay in floats by their names in the file."""
 
 
@@ -110,7 +123,7 @@ def convert(
     tokenizer: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a GGUF file from a checkpoint's config and its tensors under their published names."""
-    arch = ARCHITECTURES[architecture]
+    arch = gguf_keys.file_architecture(ARCHITECTURES[architecture], config)
     writer = gguf.GGUFWriter(path, arch)
     num_layers = write_config(writer, arch, config)
     for key, value in (tokenizer or {}).items():
@@ -123,7 +136,7 @@ def convert(
     for name, tensor in converted.items():
         own = _name_in_file(names, name)
         values = tensor.float().numpy()
-        if values.ndim > 1 and arch != "mamba2":  # whose vectors become columns
+        if values.ndim > 1 and arch not in (*gguf_tensors.WITH_COLUMNS, "kimi-linear"):
             values = values.squeeze()
         is_small = name.rpartition(".")[0].endswith(NOT_QUANTISED) or own.endswith(SMALL) or values.ndim == 1
         wanted = Kind.F32 if is_small else kind
@@ -134,7 +147,7 @@ def convert(
 
 def _name_in_file(names: gguf.TensorNameMap, name: str) -> str:
     stem, suffix = name.rsplit(".", 1)
-    own = stem if stem.startswith("blk.") else names.get_name(stem)
+    own = stem if stem.startswith("blk.") else names.get_name(stem) or names.get_name(name)
     assert own is not None, f"the tables do not know {stem}"
     return f"{own}.{suffix}"
 
@@ -173,6 +186,11 @@ def save_adapter(
 def _write_rope_factors(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
+    if rope.get("rope_type") == "proportional":
+        half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        turned = int(half * rope["partial_rotary_factor"])
+        factors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
     if rope.get("rope_type") == "llama3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +31,8 @@ class GGUFArchitecture:
     offset_norms: bool = False
     """Whether 1 was added to norm weights."""
     is_mixture: bool = False
+    may_be_dense: bool = False
+    """Of a mixture: whether files may have no experts."""
     extra: Extra | None = None
     renormalised: bool = False
     """Whether the chosen experts' weights are scaled to a sum of 1, if the file does not say."""
@@ -42,6 +44,11 @@ class GGUFArchitecture:
     """Whether layers may have no attention; the number of their key/value heads is 0."""
     whole: Callable[[Fields], dict[str, Any]] | None = None
     """Gives the config of an architecture without attention, which has no common fields besides those of tokens."""
+    key_heads_differ: bool = False
+    """Whether `extra` reads the number of key/value heads, which layers may differ in."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The model's names of a layer's tensors that gguf's tables lack, by those in the file without `blk.N.`; either
+    both complete, or both without what follows the last dot."""
     gating: tuple[int, ...] = (0, 1)
     """Values of `expert_gating_func` that the family computes: 0 not said, 1 softmax, 2 sigmoid, 3 softmax of the
     chosen experts."""

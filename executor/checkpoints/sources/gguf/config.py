@@ -101,7 +101,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if scaling := _rope_scaling(fields, config):
         config["rope_scaling"] = scaling
-    if architecture.is_mixture:
+    if architecture.is_mixture and not (architecture.may_be_dense and not fields.integer("expert_count", 0)):
         config |= mixture(fields, config, architecture)
     if architecture.extra is not None:
         config |= architecture.extra(fields, config)
@@ -112,8 +112,11 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 
 def _key_heads(fields: Fields, architecture: GGUFArchitecture, num_heads: int) -> int:
     """Key/value heads of the layers that have attention. Raises ModelError if these differ."""
-    found = fields.integers("attention.head_count_kv", num_heads) if architecture.some_attend else num_heads
+    several = architecture.some_attend or architecture.key_heads_differ
+    found = fields.integers("attention.head_count_kv", num_heads) if several else num_heads
     counts = set(found) - {0} if isinstance(found, list) else set()
+    if counts and architecture.key_heads_differ:
+        return max(counts)
     return counts.pop() if len(counts) == 1 else fields.count("attention.head_count_kv", num_heads)
 
 
@@ -127,9 +130,10 @@ def _theta(fields: Fields) -> float:
 def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
     """Checks keys whose values must be those of others that are computed with."""
     head_dim = config["head_dim"]
-    rotary_dim = fields.integer("rope.dimension_count", head_dim)
     fields.expect("attention.key_length_swa", head_dim)
     fields.expect("attention.value_length_swa", head_dim)
+    head_dim = config.get("global_head_dim", head_dim)
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if "kv_lora_rank" in config:
         value_dim, is_compressed = config["v_head_dim"], fields.has("attention.value_length_mla")
         fields.expect("attention.value_length_mla", value_dim)
@@ -137,8 +141,8 @@ def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
         fields.expect("attention.value_length", config["kv_lora_rank"] if is_compressed else value_dim)
     else:
         fields.expect("attention.value_length", head_dim)
-    fields.expect("rope.dimension_count_swa", rotary_dim)
-    if "rope_local_base_freq" not in config:
+    fields.expect("rope.dimension_count_swa", config["head_dim"] if "global_head_dim" in config else rotary_dim)
+    if "rope_local_base_freq" not in config and "rope_parameters" not in config:
         fields.expect("rope.freq_base_swa", config["rope_theta"])
     fields.expect("embedding_length_out", config["hidden_size"])
 

@@ -153,6 +153,57 @@ def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
+    """Full attention has larger heads, and other heads of keys where these are values too. The tensor of rotary
+    factors says how many dimensions turn in it."""
+    layers = config["num_hidden_layers"]
+    types = fields.sliding_layers(layers)["layer_types"]
+    full, sliding = (types.index(kind) if kind in types else None for kind in ("full_attention", "sliding_attention"))
+    heads = fields.integers("attention.head_count_kv", config["num_attention_heads"])
+    of_layer = heads if isinstance(heads, list) else [heads] * layers
+    inner = config["intermediate_size"]
+    sizes = inner if isinstance(inner, list) else [inner]
+    table, factors = "per_layer_token_embd.weight", fields.header.tensors.get("rope_freqs.weight")
+    turned = np.ones(1) if factors is None else factors.data.reshape(-1).view("<f4")
+    rope = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+            "partial_rotary_factor": float((turned == 1.0).mean()),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)},
+    }
+    found: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types,
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "head_dim": fields.integer("attention.key_length_swa", config["head_dim"]),
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": of_layer[layers - 1 if sliding is None else sliding],
+        "intermediate_size": min(sizes),
+        "use_double_wide_mlp": max(sizes) > min(sizes),
+        "num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": fields.integer("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": fields.rows(table) if fields.holds(table) else config["vocab_size"],
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": rope,
+        "rope_scaling": None,
+        "rope_theta": None,
+        "partial_rotary_factor": None,
+        "enable_moe_block": (experts := fields.integer("expert_count", 0)) > 0,
+    }
+    if max(sizes) not in (min(sizes), 2 * min(sizes)):
+        raise ModelError(f"{fields.header.path}: the inner sizes {sizes} are not one, and its double")
+    if full is not None and not fields.holds(f"blk.{full}.attn_v.weight"):
+        found |= {"attention_k_eq_v": True, "num_global_key_value_heads": of_layer[full]}
+    if experts:  # under its own name alone
+        names = dict.fromkeys(
+            ("num_experts_per_tok", "moe_k", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        )
+        found |= {**names, "top_k_experts": fields.integer("expert_used_count")}
+    return found
+
+
 def _apertus(fields: Fields, config: Config) -> dict[str, Any]:
     """The activation's slopes are read as weights; its other two parameters are the same in every model."""
     for name, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
@@ -241,6 +292,13 @@ def _minicpm3(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+GEMMA4_NAMES = {
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "attn_k": "self_attn.k_proj",  # of layers that read another's, which do not need their own
+    "attn_v": "self_attn.v_proj",
+    "attn_k_norm": "self_attn.k_norm",
+}
 DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "apertus": GGUFArchitecture("ApertusForCausalLM", "apertus", extra=_apertus),
@@ -256,6 +314,16 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", offset_norms=True, extra=_gemma),
         "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", offset_norms=True, extra=_gemma),
         "gemma3n": GGUFArchitecture("Gemma3nForCausalLM", "gemma3n_text", extra=_gemma3n),
+        "gemma4": GGUFArchitecture(
+            "Gemma4ForCausalLM",
+            "gemma4_text",
+            extra=_gemma4,
+            is_mixture=True,
+            may_be_dense=True,
+            always_renormalises=True,
+            key_heads_differ=True,
+            names=GEMMA4_NAMES,
+        ),
         "glm4": GGUFArchitecture("Glm4ForCausalLM", "glm4", extra=query_biases),
         "gpt2": GGUFArchitecture("GPT2LMHeadModel", "gpt2", extra=_gpt2),
         "gptneox": GGUFArchitecture("GPTNeoXForCausalLM", "gpt_neox", extra=_neox),

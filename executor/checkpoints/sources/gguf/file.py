@@ -95,7 +95,7 @@ class GGUFFile:
                 spec.names.query: config["num_attention_heads"],
                 spec.names.key: config["num_key_value_heads"],
             }
-        records = records_by_name(self.header, self.tensors, spec)
+        records = records_by_name(self.header, self.tensors, spec, self.architecture.names)
         return joined_latent(spec, Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms)))
 
 

@@ -24,6 +24,13 @@ MAVERICK_EXPERTS = 128
 """A Llama 4 with this number of experts does not norm queries and keys, which files do not tell."""
 
 
+DBRX_LEFT_OUT = (
+    *("rope_theta", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    *("num_experts_per_tok", "moe_k"),
+)
+"""Common fields of a config that DBRX's has in sections."""
+
+
 def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> dict[str, Any]:
     """Config fields that all mixtures have, under the names that several families use."""
     fields.expect("expert_gating_func", *architecture.gating)
@@ -106,6 +113,40 @@ def _ernie(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def _exaone_moe(fields: Fields, config: Config) -> dict[str, Any]:
+    inner = fields.integer("expert_feed_forward_length")
+    count = fields.integer("expert_shared_count", 0)
+    fields.expect("expert_shared_feed_forward_length", inner * count)
+    return layers_with_windows(fields, config) | {"num_shared_experts": count}
+
+
+def _dbrx(fields: Fields, config: Config) -> dict[str, Any]:
+    """The published config has its own names, in sections."""
+    attention = {
+        "clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None,
+        "kv_n_heads": fields.count("attention.head_count_kv"),
+        "rope_theta": config["rope_theta"],
+    }
+    ffn = {
+        "ffn_hidden_size": config["intermediate_size"],
+        "moe_num_experts": fields.integer("expert_count"),
+        "moe_top_k": fields.integer("expert_used_count"),
+        "moe_normalize_expert_weights": 1,
+    }
+    names = {
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+        "max_seq_len": "max_position_embeddings",
+    }
+    left_out = dict.fromkeys(DBRX_LEFT_OUT)
+    return left_out | {
+        "attn_config": attention,
+        "ffn_config": ffn,
+        **{own: config[name] for own, name in names.items()},
+    }
+
+
 def _llama4(fields: Fields, config: Config) -> dict[str, Any]:
     window = fields.integer("attention.sliding_window", LLAMA4_CHUNK)  # 0: no layer has chunks, and all rotate
     if window != LLAMA4_CHUNK:
@@ -147,11 +188,21 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             routes_in_groups=True,
             gating=(0, 1, SIGMOID),
         ),
+        "dbrx": GGUFArchitecture("DbrxForCausalLM", "dbrx", is_mixture=True, extra=_dbrx, always_renormalises=True),
         "dots1": GGUFArchitecture(
             "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, routes_in_groups=True, gating=(0, SIGMOID)
         ),
         "ernie4_5-moe": GGUFArchitecture(
             "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, always_renormalises=True
+        ),
+        "exaone-moe": GGUFArchitecture(
+            "ExaoneMoeForCausalLM",
+            "exaone_moe",
+            is_mixture=True,
+            extra=_exaone_moe,
+            renormalised=True,
+            routes_in_groups=True,
+            gating=(0, SIGMOID),
         ),
         "glm4moe": GGUFArchitecture(
             "Glm4MoeForCausalLM",

@@ -32,10 +32,12 @@ LEFT_IN_GROUPS = re.compile(r"blk\.\d+\.(ssm_ba|attn_q)")
 LATENT_HALVES = ("k_b_proj", "v_b_proj")
 
 
-def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec) -> dict[str, TensorRecord]:
+def records_by_name(
+    header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec, others: Mapping[str, str]
+) -> dict[str, TensorRecord]:
     """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
-    and the decoder refuses it."""
-    places, found = _Places(header, spec), dict[str, TensorRecord]()
+    and the decoder refuses it. others: as `GGUFArchitecture.names`."""
+    places, found = _Places(header, spec, others), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
             continue
@@ -52,14 +54,14 @@ def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spe
 class _Places:
     """The model's name for each tensor of a file."""
 
-    def __init__(self, header: GGUFHeader, spec: ArchSpec) -> None:
+    def __init__(self, header: GGUFHeader, spec: ArchSpec, others: Mapping[str, str]) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         from headrace.executor.models.sizes import model_weights
 
         architecture = header.metadata["general.architecture"]
         kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        self._header, self._spec = header, spec
+        self._header, self._spec, self._others = header, spec, others
         self._prefix = spec.names.prefixes[0]
         self._table = get_tensor_name_map(kind, spec.num_layers)
         self._num_blocks = int(header.metadata.get(f"{architecture}.block_count", spec.num_layers))
@@ -140,7 +142,15 @@ class _Places:
             return {self._declared[name]: record}
         if name in self._stacked:
             return {self._stacked[name].format(number): part for number, part in enumerate(_unstacked(record))}
-        return {self._latent_half(name) or name: record}
+        return {self._other(stem, kind) or self._latent_half(name) or name: record}
+
+    def _other(self, stem: str, kind: str) -> str | None:
+        if (match := LAYER.match(stem)) is None:
+            return None
+        start, rest = self._start(int(match[1])), stem[match.end() :]
+        if (whole := self._others.get(f"{rest}.{kind}")) is not None:
+            return start + whole
+        return f"{start}{self._others[rest]}.{kind}" if rest in self._others else None
 
     def _latent_half(self, name: str) -> str | None:
         match = re.fullmatch(r"blk\.(\d+)\.attn_([kv])_b\.weight", name)

@@ -10,6 +10,7 @@ from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUF
 from headrace.executor.checkpoints.sources.gguf.dense import Config
 from headrace.executor.checkpoints.sources.gguf.mixtures import SIGMOID
 from headrace.executor.models.families._config import MOST
+from headrace.ipc.failure import ModelError
 
 
 def _lfm2(fields: Fields, config: Config) -> dict[str, Any]:
@@ -102,10 +103,176 @@ def _delta_in_turn(fields: Fields, config: Config) -> dict[str, Any]:
     return {**_delta(fields, config), "value_heads_in_turn": True}
 
 
+def _ssd(fields: Fields) -> dict[str, Any]:
+    """Sizes of Mamba 2's mixers that stand beside attention."""
+    heads, inner = fields.count("ssm.time_step_rank", most=MOST["num_attention_heads"]), fields.count("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner / fields.count("embedding_length"),
+        "mamba_d_state": fields.count("ssm.state_size"),
+        "mamba_n_groups": fields.count("ssm.group_count", 1),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_proj_bias": fields.any_layer_holds("ssm_in.bias"),
+        "mamba_conv_bias": fields.any_layer_holds("ssm_conv1d.bias"),
+    }
+
+
+def _granite_hybrid(fields: Fields, config: Config) -> dict[str, Any]:
+    """Granite 4, or Bamba, which alone rotates."""
+    rotates = fields.flag("rope.scaling.finetuned", True)
+    recurrent = [fields.holds(f"blk.{layer}.ssm_in.weight") for layer in range(config["num_hidden_layers"])]
+    found = _ssd(fields) | {"attention_bias": fields.any_layer_holds("attn_q.bias")}
+    if fields.any_layer_holds("ffn_gate_inp.weight"):
+        fields.expect("expert_weights_norm", True)
+    elif not fields.has("attention.scale"):
+        attending = [layer for layer, each in enumerate(recurrent) if not each]
+        own = {"attn_layer_indices": attending, "mlp_bias": fields.any_layer_holds("ffn_down.bias")}
+        return found | own | {"architectures": ["BambaForCausalLM"], "model_type": "bamba"}
+    return found | {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "attention_multiplier": fields.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.number("logit_scale", 0.0) or 1.0,
+        "num_local_experts": fields.integer("expert_count", 0),
+        "num_experts_per_tok": fields.integer("expert_used_count", 0),
+        "shared_intermediate_size": fields.integer("expert_shared_feed_forward_length", config["intermediate_size"]),
+    }
+
+
+def _falcon_h1(fields: Fields, config: Config) -> dict[str, Any]:
+    """Multipliers are part of the weights."""
+    return _ssd(fields) | {
+        "mamba_d_ssm": fields.count("ssm.inner_size"),
+        "mamba_rms_norm": fields.any_layer_holds("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "attention_bias": fields.any_layer_holds("attn_q.bias"),
+        "projectors_bias": fields.any_layer_holds("ssm_out.bias"),
+        "mlp_bias": fields.any_layer_holds("ffn_down.bias"),
+    }
+
+
+def _nemotron_h(fields: Fields, config: Config) -> dict[str, Any]:
+    """What a layer is, its tensors tell."""
+    fields.expect("rope.scaling.finetuned", False)  # nothing is rotated
+    recurrent, inner = _ssd(fields), config["intermediate_size"]
+    kinds = []
+    for layer in range(config["num_hidden_layers"]):
+        held = {kind: fields.holds(f"blk.{layer}.{name}.weight") for kind, name in NEMOTRON_LAYERS.items()}
+        kinds.append(next((kind for kind, holds in held.items() if holds), "mlp"))
+    return {
+        "layers_block_type": kinds,
+        "rope_theta": None,
+        "intermediate_size": max(inner) if isinstance(inner, list) else inner,
+        "layer_norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": recurrent["mamba_n_heads"],
+        "mamba_head_dim": recurrent["mamba_d_head"],
+        "ssm_state_size": recurrent["mamba_d_state"],
+        "n_groups": recurrent["mamba_n_groups"],
+        "conv_kernel": recurrent["mamba_d_conv"],
+        "use_bias": recurrent["mamba_proj_bias"],
+        "use_conv_bias": recurrent["mamba_conv_bias"],
+        "attention_bias": fields.any_layer_holds("attn_q.bias"),
+        "mlp_bias": fields.any_layer_holds("ffn_down.bias"),
+        "moe_shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length", 0),
+    }
+
+
+def _period(fields: Fields, layers: list[int], count: int) -> tuple[int, int]:
+    """(period, offset) of these layers among `count`. Raises ModelError if they do not recur."""
+    if not layers:
+        return count + 1, count
+    offset = layers[0]
+    period = layers[1] - offset if len(layers) > 1 else max(count, offset + 1)
+    if layers != list(range(offset, count, period)) or offset >= period:
+        raise ModelError(f"{fields.header.path}: layers {layers} of {count} are of another kind, which does not recur")
+    return period, offset
+
+
+def _jamba(fields: Fields, config: Config) -> dict[str, Any]:
+    count = config["num_hidden_layers"]
+    found: dict[str, Any] = {}
+    for kind, tensor in (("attn", "attn_q"), ("expert", "ffn_gate_inp")):
+        layers = [layer for layer in range(count) if fields.holds(f"blk.{layer}.{tensor}.weight")]
+        found[f"{kind}_layer_period"], found[f"{kind}_layer_offset"] = _period(fields, layers, count)
+    hidden, inner = fields.count("embedding_length"), fields.count("ssm.inner_size")
+    if inner % hidden:
+        raise ModelError(f"{fields.header.path}: ssm.inner_size {inner} is no multiple of embedding_length {hidden}")
+    return found | {
+        "mamba_expand": inner // hidden,
+        "mamba_d_state": fields.count("ssm.state_size"),
+        "mamba_dt_rank": fields.count("ssm.time_step_rank"),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_proj_bias": fields.any_layer_holds("ssm_in.bias"),
+        "mamba_conv_bias": fields.any_layer_holds("ssm_conv1d.bias"),
+    }
+
+
+def _kimi_linear(fields: Fields, config: Config) -> dict[str, Any]:
+    """Layers without attention's tensors are Kimi Delta Attention, with as many heads."""
+    count, rope_dim = config["num_hidden_layers"], fields.integer("rope.dimension_count")
+    delta = [layer + 1 for layer in range(count) if fields.holds(f"blk.{layer}.ssm_conv1d_q.weight")]
+    full = [layer + 1 for layer in range(count) if layer + 1 not in delta]
+    return {
+        "linear_attn_config": {
+            "kda_layers": delta,
+            "full_attn_layers": full,
+            "num_heads": config["num_attention_heads"],
+            "head_dim": fields.count("kda.head_dim"),
+            "short_conv_kernel_size": fields.count("ssm.conv_kernel"),
+        },
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": fields.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": (rank := fields.integer("attention.kv_lora_rank")),
+        "qk_nope_head_dim": fields.integer("attention.key_length_mla") - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": fields.integer("attention.value_length_mla"),
+        "head_dim": rank + rope_dim,
+    }
+
+
+NEMOTRON_LAYERS = {"mamba": "ssm_in", "attention": "attn_q", "moe": "ffn_gate_inp"}
+"""Kinds of Nemotron-H's layers with a tensor that each alone has."""
+GRANITE_SHARED = {
+    f"ffn_{part}{kind}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for kind in ("", "_shexp")
+}
+"""Names of Granite's shared expert, which is its FFN where it has no others."""
 _QWEN: dict[str, Any] = {"offset_norms": True, "some_attend": True}
 _QWEN_EXPERTS: dict[str, Any] = {**_QWEN, "is_mixture": True, "always_renormalises": True}
 RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
+        "falcon-h1": GGUFArchitecture("FalconH1ForCausalLM", "falcon_h1", extra=_falcon_h1),
+        "granitehybrid": GGUFArchitecture(
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            permuted=True,
+            extra=_granite_hybrid,
+            some_attend=True,
+            is_mixture=True,
+            may_be_dense=True,
+            always_renormalises=True,
+            names=GRANITE_SHARED,
+        ),
+        "jamba": GGUFArchitecture(
+            "JambaForCausalLM",
+            "jamba",
+            is_mixture=True,
+            extra=_jamba,
+            always_renormalises=False,
+            some_attend=True,
+        ),
+        "kimi-linear": GGUFArchitecture(
+            "KimiLinearForCausalLM",
+            "kimi_linear",
+            is_mixture=True,
+            extra=_kimi_linear,
+            routes_in_groups=True,
+            renormalised=True,
+            gating=(0, SIGMOID),
+            some_attend=True,
+        ),
         "lfm2": GGUFArchitecture("Lfm2ForCausalLM", "lfm2", extra=_lfm2_dense, some_attend=True),
         "lfm2moe": GGUFArchitecture(
             "Lfm2MoeForCausalLM",
@@ -118,6 +285,17 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
         ),
         "mamba": GGUFArchitecture("MambaForCausalLM", "mamba", whole=_mamba),
         "mamba2": GGUFArchitecture("Mamba2ForCausalLM", "mamba2", whole=_mamba2),
+        "nemotron_h": GGUFArchitecture("NemotronHForCausalLM", "nemotron_h", extra=_nemotron_h, some_attend=True),
+        "nemotron_h_moe": GGUFArchitecture(
+            "NemotronHForCausalLM",
+            "nemotron_h",
+            is_mixture=True,
+            extra=_nemotron_h,
+            routes_in_groups=True,
+            renormalised=True,
+            gating=(0, SIGMOID),
+            some_attend=True,
+        ),
         "qwen3next": GGUFArchitecture("Qwen3NextForCausalLM", "qwen3_next", extra=_delta, **_QWEN_EXPERTS),
         "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, **_QWEN),
         "qwen35moe": GGUFArchitecture(
