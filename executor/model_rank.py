@@ -14,6 +14,7 @@ import torch
 
 from headrace.core.options.cache_groups import CacheGroup
 from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import DTYPE_BYTES
 from headrace.core.options.plan import ModelDescription, Plan
 from headrace.core.options.resolve import FP8_CACHES
 from headrace.executor.adapters.heads import HeadTable
@@ -25,7 +26,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.heads import HeadLayer
 from headrace.executor.models.implementations import FoundModel, find_model
 from headrace.executor.models.sizes import prompt_logprobs_cost, step_work
-from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout
+from headrace.executor.models.state_pages import state_layout
 from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankCoordinates
@@ -145,6 +146,7 @@ class ModelRank(Rank):
             self._place.tp_size,
             self._options.block_size,
             windows_apart=not self._options.disable_hybrid_kv_cache_manager,
+            element_bytes=DTYPE_BYTES.get(self._options.named_kv_cache_dtype, kv_cache.USUAL_ELEMENT_BYTES),
         )
         share = own_share(spec, self._place, groups)
         if self._options.kv_cache_dtype in FP8_CACHES and not self._options.calculate_kv_scales:
@@ -464,7 +466,7 @@ def own_share(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGrou
         "kv_elements_per_token": layout.elements,
         "kv_rows_per_token": layout.rows,
         "kv_entry_elements": layout.entry_elements,
-        "state_page_bytes": FLOAT_BYTES * state_layout(spec, place, groups).page_elements,
+        "state_page_bytes": state_layout(spec, place, groups).page_bytes,
     }
 
 

@@ -37,6 +37,18 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
     calculate_kv_scales: Annotated[
         bool, Option(CACHE, "Compute an fp8 cache's scales from the values written, even if the checkpoint has scales")
     ] = False
+    mamba_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Option(
+            CACHE,
+            "Type in which recurrent layers keep their states, and convolutions their past inputs, between steps; auto "
+            "is float32. They are computed in float32, so with 16 bits an answer depends on where its steps end",
+        ),
+    ] = "auto"
+    mamba_ssm_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Option(CACHE, "The type of the states alone; auto is mamba_cache_dtype"),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
         Option(
@@ -529,6 +541,21 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             "Estimate what a rank computes and moves, from the model's config: the metrics estimated_*_per_gpu_total",
         ),
     ] = False
+
+    @property
+    def named_kv_cache_dtype(self) -> str:
+        """kv_cache_dtype by its own name."""
+        return {"fp8": "fp8_e4m3"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    @property
+    def history_type(self) -> Literal["float32", "float16", "bfloat16"]:
+        """Type of the past inputs of convolutions."""
+        return "float32" if self.mamba_cache_dtype == "auto" else self.mamba_cache_dtype
+
+    @property
+    def state_type(self) -> Literal["float32", "float16", "bfloat16"]:
+        """Type of the states of recurrent layers."""
+        return self.history_type if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
 
     @property
     def num_engines_here(self) -> int:

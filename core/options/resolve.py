@@ -29,7 +29,6 @@ LARGE_GPU_MAX_NUM_BATCHED_TOKENS = 8192
 LARGE_GPU_MAX_NUM_SEQS = 1024
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
-_KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of `kv_cache_dtype`."""
 _GROUP_SIZES = (32, 64, 128)
@@ -149,7 +148,7 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: b
             "kv_cache_dtype=fp8, or leave it out"
         )
     if options.kv_cache_dtype != "auto":
-        return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
+        return options.named_kv_cache_dtype, "asked for"
     if packed and dtype == "bfloat16" and not rounds_inputs:
         # 8-bit inputs would err more than bfloat16, whose attention is faster.
         return "float16", "finer than bfloat16, as packed weights are; bfloat16 where the model runs op by op"

@@ -55,8 +55,8 @@ class CpuAttend:
         )
         attended = ops.room(num_heads * declared.head_dim, ops.inner)
         builder.write_cache(qkv, attention)
-        builder.attend(qkv, attended, attention, only_logits=ops.repeats_from_here())
-        return ops.narrowed(attended)
+        builder.attend(qkv, attended, attention, only_logits=not declared.whole and ops.repeats_from_here())
+        return attended if declared.whole else ops.narrowed(attended)
 
 
 @dataclass(frozen=True)

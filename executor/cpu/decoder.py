@@ -52,7 +52,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
-    if spec.stream is not None:
+    if spec.stream is not None and spec.stream.why_no_program:
         return spec.stream.why_no_program
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
         if reason := block.why_no_program(spec, place.tp_size):

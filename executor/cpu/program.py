@@ -92,7 +92,8 @@ class WrittenProgram:
     """[max_tokens, embedding width]: where the program writes token embeddings, those of this rank's tokens; None if
     it does not begin with them. Rows with GIVEN_ROW in the place of a token id keep what is in it."""
     hidden: Tensor
-    """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the next stage's input."""
+    """[max_tokens, width of the stream] float32: the input of a pipeline stage after the first, and of the next
+    stage."""
     states: Tensor  # [max_logits, width] float32: what the head reads; no rows unless steps may ask for them
     logits: Tensor  # [max_logits, vocab_size] float32; no rows where there is no head
     sampling: SampleBuffers  # no rows where there is no head
@@ -148,8 +149,10 @@ class ProgramOps:
         self._rotaries: dict[RopeSpec, Rotary] = {}
         self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
+        self.wide = builder.buffer(spec.hidden_size * (2 if spec.stream is not None else 1), torch.float32)
+        """The hidden values, and beside them the tokens' embeddings where layers read these."""
         self.tokens = self.at = Stream(
-            hidden=builder.buffer(spec.hidden_size, torch.float32),
+            hidden=self.wide if spec.stream is None else self.wide.part(0, spec.hidden_size),
             normed=builder.buffer(spec.hidden_size, self.inner, own=True),
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
@@ -269,7 +272,7 @@ class ProgramOps:
         return out
 
     def stream(self) -> Buffer:
-        return self.at.hidden
+        return self.at.hidden if self._spec.stream is None else self.wide
 
     def normed(self, norm: CpuNorm) -> Buffer:
         self.builder.norm(self.at.hidden, self.at.normed, norm.constants)
@@ -346,7 +349,8 @@ class ProgramWriter:
             delta_bytes=limits.delta_bytes(model.spec.embedding_width),
         )
         num_positions = limits.max_positions
-        if any(layer.sliding_window is None for layer in model.spec.layers):  # their blocks hold a whole sequence
+        full = (each for each in model.spec.mixers if each.cache is not None and each.sliding_window is None)
+        if any(full):  # their blocks hold a whole sequence
             num_positions = min(num_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._buffers = StepBuffers(
             max_tokens=limits.max_tokens,
@@ -383,7 +387,7 @@ class ProgramWriter:
             rank_meet(self._builder, self._ranks.group, output)
         program = self._builder.build(output)
         return WrittenProgram(
-            self._kv_cache, program, self._buffers, embedded, self._hidden.tensor, states, logits, sampling
+            self._kv_cache, program, self._buffers, embedded, self._ops.wide.tensor, states, logits, sampling
         )
 
     def _layer_cache(self, index: int) -> LayerCache:
@@ -424,6 +428,8 @@ class ProgramWriter:
             builder.add_types(model.token_types, self._hidden)
         if model.embedding_norm is not None:
             builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
+        if spec.stream is not None:
+            builder.copy(self._hidden, self._ops.wide.part(spec.hidden_size, spec.hidden_size))
         return own.tensor
 
     def _last_states(self, hidden: Buffer, dtype: torch.dtype | None = None) -> Buffer:

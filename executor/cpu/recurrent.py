@@ -10,13 +10,16 @@ from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
+from headrace.executor.models.blocks.gated_lru import Lru
 from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
+from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager_states import (
     convolve_params,
+    gated_lru_params,
     gated_norm_weight,
     linear_attention_params,
     scan_params,
@@ -25,10 +28,12 @@ from headrace.executor.models.eager_states import (
 from headrace.kernels.cpu.facade import (
     Buffer,
     write_convolve,
+    write_gated_lru,
     write_linear_attention,
     write_scan,
     write_selective_scan,
 )
+from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, ScanParams
@@ -104,6 +109,22 @@ class CpuSelectiveScan:
 
 
 @dataclass(frozen=True)
+class CpuLru:
+    """An `Lru` with its gates."""
+
+    params: GatedLruParams
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Lru, prefix: str) -> CpuLru:
+        return cls(gated_lru_params(weights, declared, prefix))
+
+    def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
+        out = ops.room(x.columns, torch.float32)
+        write_gated_lru(ops.builder, x, out, self.params, ops.states, ops.state)
+        return out
+
+
+@dataclass(frozen=True)
 class CpuGatedNorm:
     """A `GatedNorm` with its weight, float32."""
 
@@ -122,18 +143,53 @@ class CpuGatedNorm:
 
 
 @dataclass(frozen=True)
-class CpuOutputGate:
-    """An `OutputGate`."""
+class CpuSum:
+    """A `Sum`."""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Sum, prefix: str) -> CpuSum:
+        return cls()
+
+    def write(self, ops: ProgramOps, x: Buffer, *parts: Buffer) -> Buffer:
+        columns = sum(each.columns for each in parts) or x.columns
+        out, first = ops.room(columns, torch.float32), 0
+        ops.builder.copy(x if columns == x.columns else x.part(0, columns), out)
+        for each in parts:
+            ops.builder.add(each, out.part(first, each.columns))
+            first += each.columns
+        return out
+
+
+@dataclass(frozen=True)
+class CpuHalves:
+    """`Halves`."""
 
     activation: str
 
     @classmethod
-    def read(cls, weights: CpuWeights, declared: OutputGate, prefix: str) -> CpuOutputGate:
+    def read(cls, weights: CpuWeights, declared: Halves, prefix: str) -> CpuHalves:
         return cls(declared.activation)
+
+    def write(self, ops: ProgramOps, both: Buffer) -> Buffer:
+        out = ops.room(both.columns // 2, ops.inner)
+        ops.builder.activation_multiply(both, out, self.activation)
+        return out
+
+
+@dataclass(frozen=True)
+class CpuOutputGate:
+    """An `OutputGate`."""
+
+    declared: OutputGate
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: OutputGate, prefix: str) -> CpuOutputGate:
+        return cls(declared)
 
     def write(self, ops: ProgramOps, x: Buffer, gate: Buffer) -> Buffer:
         if x.rows != gate.rows:  # of x, the last attention has kept the rows alone whose logits are needed
             gate = ops.narrowed(gate, own=False)
         out = ops.room(x.columns, ops.inner)
-        ops.builder.gated_norm(x, gate, None, out, group=x.columns, activation=self.activation)
+        group = x.columns // gate.columns if self.declared.group > 1 else x.columns
+        ops.builder.gated_norm(x, gate, None, out, group=group, activation=self.declared.activation)
         return out

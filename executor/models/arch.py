@@ -4,9 +4,10 @@ checkpoint's config."""
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from headrace.ipc.failure import ModelError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
     from headrace.executor.models.heads import Classifier, HeadLayer
 
+StateType = Literal["float32", "float16", "bfloat16"]
+STATE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})
+"""Bytes of an element of each type of states."""
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
 
@@ -83,13 +87,14 @@ class Kept:
     name: str
     shape: tuple[int, ...]
     """Of one token, or of the sequence. The first dimension counts units, which stay whole in memory: the heads, or the
-    past inputs of a convolution."""
-    dtype: Literal["cache", "float32"] = "cache"
-    """cache: the type of cached keys and values."""
+    past inputs of a convolution (of the name history)."""
+    dtype: Literal["cache"] | StateType = "cache"
+    """cache: the type of cached keys and values. That of a state is the spec's: see `ArchSpec.own_states`."""
 
     @property
-    def unit_elements(self) -> int:
-        return math.prod(self.shape[1:])
+    def unit_bytes(self) -> int:
+        """Of a state."""
+        return math.prod(self.shape[1:]) * STATE_BYTES[self.dtype]
 
     @property
     def elements(self) -> int:
@@ -296,6 +301,10 @@ class ArchSpec:
     scaled: tuple[tuple[str, float], ...] = ()
     """(name of a layer's weight, factor), by which the weight is multiplied on reading. The names are complete."""
     stacked: StackedExperts | None = None
+    history_type: StateType = "float32"
+    """In which layers keep the past inputs of their convolutions."""
+    state_type: StateType = "float32"
+    """In which recurrent layers keep their states between steps. They are computed in float32."""
     stream: Stream | None = None
     """Replaces the residual stream of one row of hidden values per token. It needs its own norm_placement."""
 
@@ -450,7 +459,11 @@ class ArchSpec:
 
     def own_states(self, tp_size: int) -> tuple[tuple[Kept, ...], ...]:
         """What each layer keeps per sequence on one of `tp_size` ranks; empty for a layer that only caches tokens."""
-        return tuple(layer.mixer.state(tp_size) for layer in self.for_ranks(tp_size).layers)
+        states = (layer.mixer.state(tp_size) for layer in self.for_ranks(tp_size).layers)
+        return tuple(tuple(self._typed(kept) for kept in state) for state in states)
+
+    def _typed(self, kept: Kept) -> Kept:
+        return replace(kept, dtype=self.history_type if kept.name == "history" else self.state_type)
 
     @property
     def cpu_alone(self) -> str:

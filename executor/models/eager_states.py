@@ -16,6 +16,7 @@ from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
+from headrace.executor.models.blocks.shared_transformer import Halves
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager import EagerWeights, SharedInputs
 from headrace.executor.models.reading import CheckedWeights, own_part
@@ -76,6 +77,7 @@ def linear_attention_params(weights: CheckedWeights, declared: LinearAttention, 
         correction=declared.correction,
         unit_keys=declared.unit_keys,
         scale=declared.scale,
+        decay_floor=declared.decay_floor,
         first_draft_element=convolved if declared.convolved else 0,
     )
 
@@ -87,6 +89,13 @@ def selective_params(weights: CheckedWeights, declared: SelectiveScan, prefix: s
     return SelectiveParams(-decay.exp().T.contiguous(), weights.values(declared.skip, prefix))
 
 
+def gated_lru_params(weights: CheckedWeights, declared: Lru, prefix: str) -> GatedLruParams:
+    values, dim = {key: weights.values(each, prefix) for key, each in declared.vectors().items()}, declared.head_dim
+    matrices = {f"{key}_weight": values[f"{key}_weight"].view(-1, dim, dim) for key in ("input", "recurrence")}
+    biases = {f"{key}_bias": values[f"{key}_bias"].view(-1, 1, dim) for key in ("input", "recurrence")}
+    return GatedLruParams(decay=values["decay"], **matrices, **biases)
+
+
 def gated_norm_weight(weights: CheckedWeights, declared: GatedNorm, prefix: str) -> Tensor:
     own = own_part(declared.weight_size, weights.place)
     return weights.vector(f"{prefix}{declared.name}.weight", size_of(declared.weight_size), take=own)
@@ -96,15 +105,42 @@ def gated_norm_weight(weights: CheckedWeights, declared: GatedNorm, prefix: str)
 class EagerOutputGate:
     """An `OutputGate` with its kernel."""
 
-    activation: str
+    declared: OutputGate
     kernel: Callable[..., Tensor]
 
     @classmethod
     def read(cls, weights: EagerWeights, declared: OutputGate, prefix: str) -> EagerOutputGate:
-        return cls(declared.activation, weights.kernel("gated_norm"))
+        return cls(declared, weights.kernel("gated_norm"))
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self.kernel(x, gate, None, 1, 0.0, self.activation)
+        return self.kernel(x, gate, None, self.declared.group, 0.0, self.declared.activation)
+
+
+class EagerSum:
+    """A `Sum`."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, x: Tensor, *parts: Tensor) -> Tensor:
+        if not parts:
+            return x.clone()
+        added = torch.cat(parts, dim=-1)
+        return x[:, : added.shape[-1]] + added
+
+
+@dataclass(frozen=True)
+class EagerHalves:
+    """`Halves` with their kernel."""
+
+    kernel: Callable[..., Tensor]
+    activation: str
+
+    @classmethod
+    def read(cls, weights: EagerWeights, declared: Halves, prefix: str) -> EagerHalves:
+        return cls(weights.kernel("activate_and_multiply", kind=declared.activation), declared.activation)
+
+    def __call__(self, both: Tensor) -> Tensor:
+        return self.kernel(both, self.activation)
 
 
 class EagerGatedNorm:
@@ -183,10 +219,7 @@ class EagerLru:
     """An `Lru`'s gates with its kernel."""
 
     def __init__(self, weights: EagerWeights, declared: Lru, prefix: str) -> None:
-        values, dim = {key: weights.values(each, prefix) for key, each in declared.vectors().items()}, declared.head_dim
-        matrices = {f"{key}_weight": values[f"{key}_weight"].view(-1, dim, dim) for key in ("input", "recurrence")}
-        biases = {f"{key}_bias": values[f"{key}_bias"].view(-1, 1, dim) for key in ("input", "recurrence")}
-        self._params = GatedLruParams(decay=values["decay"], **matrices, **biases)
+        self._params = gated_lru_params(weights, declared, prefix)
         self._recur = weights.kernel("gated_lru")
 
     def __call__(self, x: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers, page_bytes
 from headrace.executor.models.arch import ArchSpec, TokenCache
 from headrace.executor.models.blocks import Axis
-from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout, state_pages
+from headrace.executor.models.state_pages import state_layout, state_pages
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
@@ -31,6 +31,8 @@ with small pages alone, each read would cost a walk of the page tables. With hug
 2 MiB for keys and for values of each layer: 120 MiB of a small model's 30 layers, for a server that is hardly used."""
 SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Cache dtypes that need scales."""
+USUAL_ELEMENT_BYTES = 2
+"""Of cached keys and values, while their type is not known."""
 LayerScales = tuple[tuple[float, ...], tuple[float, ...]]
 """A layer's (key scales, value scales): one number, or one per head. Values are divided by them before rounding."""
 
@@ -109,10 +111,14 @@ def cache_groups(
     block_size: int = 16,
     *,
     windows_apart: bool = True,
+    element_bytes: int = USUAL_ELEMENT_BYTES,
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose requests have at most max_model_len tokens. A sliding window of at least that
     size hides nothing, so its layers count as full attention; without windows_apart, all of them do. Where a token
-    reads those after it, prompts are computed whole, and all layers are one group."""
+    reads those after it, prompts are computed whole, and all layers are one group.
+
+    element_bytes: of cached keys and values, for which the number of a state's pages is chosen; with others a part of
+    the pages is wasted."""
     if not spec.is_causal:
         return ONE_GROUP
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
@@ -132,8 +138,8 @@ def cache_groups(
         return groups
     kept = zip(caches, spec.own_states(tp_size), strict=True)
     state = CacheGroup(kind="state", layers=tuple(i for i, (cache, own) in enumerate(kept) if own or cache is None))
-    elements = Layout.of(spec, SINGLE, (*groups, state)).elements
-    return (*groups, msgspec.structs.replace(state, pages=state_pages(spec, elements, block_size)))
+    page_bytes = Layout.of(spec, SINGLE, (*groups, state)).page_bytes(block_size, element_bytes)
+    return (*groups, msgspec.structs.replace(state, pages=state_pages(spec, page_bytes)))
 
 
 def with_tables(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
@@ -224,8 +230,30 @@ class Layout:
     def rows(self) -> int:
         """Vectors of a block per token; a quantised cache has a scale for each. Layers that share a place but differ in
         their number of heads do not share memory for scales."""
-        kinds = {(each.place, each.sharing, each.cache.num_heads): each for each in self.layers}
-        return sum(each.sharing * each.cache.rows for each in kinds.values())
+        return sum(each.sharing * each.cache.rows for each in self._scaled_alike.values())
+
+    @property
+    def rows_before(self) -> Mapping[int, int]:
+        """For each layer, how many of a block's `rows` precede its own."""
+        begins, count = dict[tuple[int, ...], int](), 0
+        for kind, each in self._scaled_alike.items():
+            begins[kind] = count
+            count += each.sharing * each.cache.rows
+        return {each.layer: begins[_scale_kind(each)] + each.nth * each.cache.rows for each in self.layers}
+
+    @property
+    def _scaled_alike(self) -> Mapping[tuple[int, ...], LayerPlace]:
+        """One of the layers that share memory for scales, by what these have in common."""
+        return {_scale_kind(each): each for each in self.layers}
+
+    def page_bytes(self, block_size: int, element_bytes: int) -> int:
+        """Size of a block's keys and values, with a scale for each row where they have one byte."""
+        scale_bytes = self.rows * torch.float32.itemsize if element_bytes == 1 else 0
+        return block_size * (self.elements * element_bytes + scale_bytes)
+
+
+def _scale_kind(each: LayerPlace) -> tuple[int, ...]:
+    return each.place, each.sharing, each.cache.num_heads
 
 
 def block_bytes(
@@ -237,10 +265,9 @@ def block_bytes(
 ) -> int:
     """Bytes of one block on one rank: keys, values and scales of all layers, or a page of a sequence's state."""
     layout, states = Layout.of(spec, place, groups), state_layout(spec, place, groups)
-    scale_bytes = layout.rows * torch.float32.itemsize if dtype in SCALED else 0
-    of_tokens = block_size * (layout.elements * dtype.itemsize + scale_bytes)
+    of_tokens = layout.page_bytes(block_size, dtype.itemsize)
     entry_bytes = block_size * layout.entry_elements * dtype.itemsize
-    return page_bytes(of_tokens, states.page_elements * FLOAT_BYTES, entry_bytes)
+    return page_bytes(of_tokens, states.page_bytes, entry_bytes)
 
 
 def _own_scale(
@@ -314,7 +341,7 @@ def allocate(
             size = block_bytes(spec, block_size, dtype, place, groups)
             pages = memory.flat("pages", num_blocks * size, torch.uint8).view(num_blocks, size)
             views = _in_pages(layout, pages, block_size, dtype, len(with_tables(groups)))
-            states = _states(spec, place, groups, pages.view(torch.float32))
+            states = _states(spec, place, groups, pages)
         else:
             views = _in_places(layout, memory, dtype, has_row_scales=dtype in SCALED and not layer_scales)
             views = replace(views, factors=tuple(group.layers_in_place for group in groups))
@@ -368,16 +395,12 @@ def _in_places(layout: Layout, memory: _Memory, dtype: torch.dtype, *, has_row_s
 
 
 def _in_pages(layout: Layout, pages: Tensor, block_size: int, dtype: torch.dtype, num_groups: int) -> _Views:
-    """Views of pages [num_blocks, bytes of a page] uint8. Raises ModelError for caches of which a page cannot be a
-    whole number of entries, or which need scales per row."""
-    if dtype in SCALED:
-        raise ModelError(
-            f"kv_cache_dtype: a cache of {str(dtype).removeprefix('torch.')} is not supported beside layers that keep "
-            "a state per sequence; float32, float16 and bfloat16 are"
-        )
+    """Views of pages [num_blocks, bytes of a page] uint8. Behind the keys and values of a block are the scales of their
+    rows, if they have any. Raises ModelError for caches of which a page cannot be a whole number of entries."""
     flat = pages.view(-1).view(dtype)
     page_elements, factors = pages.shape[1] // dtype.itemsize, [1] * num_groups
-    found = dict[int, tuple[Tensor, Tensor]]()
+    found, scales = dict[int, tuple[Tensor, Tensor]](), dict[int, tuple[Tensor, Tensor]]()
+    rows_before = layout.rows_before if dtype in SCALED else {}
     for at in layout.layers:
         cache, first = at.cache, block_size * (at.place * at.sharing + at.nth) * at.cache.elements
         entry = block_size * cache.num_heads * cache.key_size
@@ -388,19 +411,42 @@ def _in_pages(layout: Layout, pages: Tensor, block_size: int, dtype: torch.dtype
         keys = flat[first : first + math.prod(shape)].view(shape)
         second = first + entry
         found[at.layer] = keys, (flat[second : second + math.prod(shape)].view(shape) if cache.value_size else keys)
+        if rows_before:
+            begin = block_size * (layout.elements + 4 * rows_before[at.layer])
+            parts = [_scales_in_pages(pages, begin, shape[:3], entry)]
+            if cache.value_size:
+                parts.append(_scales_in_pages(pages, begin + 4 * block_size * cache.num_heads, shape[:3], entry))
+            scales[at.layer] = parts[0], parts[-1]
     nothing = torch.empty(0, 1, block_size, 1, dtype=dtype)
     pairs = [found.get(layer, (nothing, nothing)) for layer in layout.every_layer]
-    return _Views(tuple(key for key, _ in pairs), tuple(value for _, value in pairs), factors=tuple(factors))
+    keys_values = tuple(key for key, _ in pairs), tuple(value for _, value in pairs)
+    of_rows = [scales.get(layer, (nothing, nothing)) for layer in layout.every_layer if scales]
+    key_scales, value_scales = tuple(key for key, _ in of_rows), tuple(value for _, value in of_rows)
+    return _Views(*keys_values, key_scales, value_scales, tuple(factors))
+
+
+def _scales_in_pages(pages: Tensor, first_byte: int, shape: tuple[int, ...], entry_bytes: int) -> Tensor:
+    """[entries, heads, block_size] float32: the scales of rows whose entries of one byte per element are entry_bytes
+    apart. first_byte: where those of the first entry are."""
+    if first_byte % 4 or entry_bytes % 4:
+        raise ModelError(f"scales of a cache with entries of {entry_bytes} bytes cannot be kept beside states")
+    floats = pages.view(-1).view(torch.float32)
+    return torch.as_strided(floats, shape, (entry_bytes // 4, shape[2], 1), first_byte // 4)
 
 
 def _states(
     spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup], pages: Tensor
 ) -> tuple[LayerState | None, ...]:
-    """pages: [num_blocks, elements of a page] float32"""
+    """pages: [num_blocks, bytes of a page] uint8"""
     found: list[LayerState | None] = []
     for places in state_layout(spec, place, groups).layers:
         units = {
-            name: KeptUnits(pages, torch.tensor(at.pages), torch.tensor(at.offsets), at.kept.shape[1:])
+            name: KeptUnits(
+                pages.view(getattr(torch, at.kept.dtype)),
+                torch.tensor(at.pages),
+                torch.tensor(at.offsets),
+                at.kept.shape[1:],
+            )
             for name, at in places.items()
         }
         found.append(LayerState(units, torch.empty(0, 0, 0)) if units else None)

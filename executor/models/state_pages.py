@@ -18,14 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.options.cache_groups import CacheGroup
-from headrace.executor.models.arch import ArchSpec, Kept
+from headrace.executor.models.arch import STATE_BYTES, ArchSpec, Kept
 from headrace.executor.parallel.rank_place import RankCoordinates
 
-ALIGNED_ELEMENTS = 16
-"""float32 values to a multiple of which a unit is rounded up: a cache line."""
-FLOAT_BYTES = 4
-USUAL_ELEMENT_BYTES = 2
-"""Bytes of a cached key's element for which the number of a state's pages is chosen; with others a part is wasted."""
+ALIGNED_BYTES = 64
+"""To a multiple of which a unit is rounded up: a cache line."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,16 @@ class KeptPlace:
     kept: Kept
     pages: tuple[int, ...]
     offsets: tuple[int, ...]
-    """In float32 values, from the page's begin."""
+    """In elements of the unit's type, from the page's begin."""
 
 
-def state_pages(spec: ArchSpec, token_elements: int, block_size: int) -> int:
-    """How many pages a sequence's state takes; 0 without one. token_elements: of a page of the model's attention
-    layers, per token."""
-    elements = sum(_rounded(unit) for layer in spec.own_states(1) for kept in layer for unit in _units(kept))
-    if not elements or not token_elements:
-        return 1 if elements else 0
-    return -(-elements * FLOAT_BYTES // (token_elements * block_size * USUAL_ELEMENT_BYTES))
+def state_pages(spec: ArchSpec, page_bytes: int) -> int:
+    """How many pages a sequence's state takes; 0 without one. page_bytes: of a page's keys and values; 0 if the model
+    keeps none."""
+    needed = sum(unit for layer in spec.own_states(1) for kept in layer for unit in _units(kept))
+    if not needed or not page_bytes:
+        return 1 if needed else 0
+    return -(-needed // page_bytes)
 
 
 def state_layout(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> StateLayout:
@@ -52,7 +49,7 @@ def state_layout(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheG
     pages = groups[-1].pages
     states = spec.own_states(place.tp_size)
     own = [states[layer] for layer in place.layers(spec.num_layers)]
-    units = [_rounded(unit) for layer in own for kept in layer for unit in _units(kept)]
+    units = [unit for layer in own for kept in layer for unit in _units(kept)]
     if not pages or not units:
         return StateLayout(0, tuple({} for _ in own))
     least = max(*units, -(-sum(units) // pages))
@@ -63,18 +60,15 @@ def state_layout(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheG
 
 @dataclass(frozen=True)
 class StateLayout:
-    page_elements: int
-    """float32 values of a page that the states need at least."""
+    page_bytes: int
+    """Of a page that the states need at least."""
     layers: tuple[Mapping[str, KeptPlace], ...]
     """By layer of the rank: places by `Kept.name`; empty for layers that cache tokens."""
 
 
 def _units(kept: Kept) -> list[int]:
-    return [kept.unit_elements] * kept.shape[0]
-
-
-def _rounded(elements: int) -> int:
-    return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+    """The bytes of each unit."""
+    return [-(-kept.unit_bytes // ALIGNED_BYTES) * ALIGNED_BYTES] * kept.shape[0]
 
 
 def _pages_taken(units: Sequence[int], size: int) -> int:
@@ -97,10 +91,10 @@ def _placed(own: Sequence[Sequence[Kept]], size: int) -> tuple[Mapping[str, Kept
         places = {}
         for kept in layer:
             pages, offsets = [], []
-            for each in _units(kept):
-                page, offset = _next(page, offset, unit := _rounded(each), size)
+            for unit in _units(kept):
+                page, offset = _next(page, offset, unit, size)
                 pages.append(page)
-                offsets.append(offset)
+                offsets.append(offset // STATE_BYTES[kept.dtype])
                 offset += unit
             places[kept.name] = KeptPlace(kept, tuple(pages), tuple(offsets))
         found.append(places)

@@ -71,6 +71,8 @@ class EngineOptions(TypedDict, total=False):
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"] | str | None
     )
     calculate_kv_scales: bool | None
+    mamba_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] | str | None
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] | str | None
     gpu_memory_utilization: float | None
     cpu_offload_gb: float | None
     enable_sleep_mode: bool | None
@@ -258,8 +260,6 @@ class EngineOptions(TypedDict, total=False):
     prefill_schedule_interval: float | None
     num_scheduler_steps: float | None
     disable_sliding_window: bool | None
-    mamba_cache_dtype: str | None
-    mamba_ssm_cache_dtype: str | None
     enable_mamba_cache_stochastic_rounding: bool | None
     mamba_cache_philox_rounds: float | None
     mamba_cache_mode: str | None

@@ -30,6 +30,7 @@ from headrace.kernels.cpu.program.run import GIVEN_ROW, Program, StepBuffers
 from headrace.kernels.cpu.recurrent.args import StateStepC
 from headrace.kernels.cpu.recurrent.states import (
     write_convolve,
+    write_gated_lru,
     write_linear_attention,
     write_scan,
     write_selective_scan,
@@ -88,6 +89,7 @@ __all__ = [
     "why_no_latent_attention",
     "why_not_group",
     "write_convolve",
+    "write_gated_lru",
     "write_linear_attention",
     "write_scan",
     "write_selective_scan",

@@ -31,6 +31,11 @@ class GatedLruParams:
     recurrence_bias: Tensor
     """[heads, 1, head_dim] float32"""
 
+    @property
+    def rates(self) -> Tensor:
+        """[channels] float32: the logarithm of what remains of a channel at a recurrence gate of 1"""
+        return -SHARPNESS * functional.softplus(self.decay)
+
 
 def gated_lru(x: Tensor, params: GatedLruParams, batch: StateBatch, state: LayerState) -> Tensor:
     """For each channel, with its gates i and r and a = exp(-8 r softplus(decay)):
@@ -65,7 +70,7 @@ def _gated(inputs: Tensor, params: GatedLruParams) -> tuple[Tensor, Tensor]:
     """[num_tokens, channels] each: the decays and what is added to the state."""
     gated = inputs * _gate(inputs, params.input_weight, params.input_bias)
     recurrence = _gate(inputs, params.recurrence_weight, params.recurrence_bias)
-    logarithm = -SHARPNESS * recurrence * functional.softplus(params.decay)
+    logarithm = recurrence * params.rates
     return logarithm.exp(), gated * (1 - (2 * logarithm).exp()).sqrt()
 
 

@@ -84,11 +84,11 @@ class _Sequence(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptUnits:
-    """Where a layer's state lies in the pages of a sequence: unit u, `shape` float32 values, begins at element
-    offset[u] of the page[u]th page."""
+    """Where a layer's state lies in the pages of a sequence: unit u, `shape` values, begins at element offset[u] of the
+    page[u]th page. It is computed in float32, whatever the type of the pages."""
 
     memory: Tensor
-    """[num_pages, elements of a page] float32: all pages of the cache"""
+    """[num_pages, elements of a page] float32, float16 or bfloat16: all pages of the cache"""
     page: Tensor
     """[num_units] int64"""
     offset: Tensor
@@ -104,10 +104,10 @@ class KeptUnits:
         """pages: of one sequence; None: zeros -> [num_units, *shape], a copy"""
         if pages is None:
             return torch.zeros(len(self.page), *self.shape, device=self.memory.device)
-        return self.memory.view(-1)[self._places(pages)].view(-1, *self.shape)
+        return self.memory.view(-1)[self._places(pages)].float().view(-1, *self.shape)
 
     def write(self, pages: Tensor, values: Tensor) -> None:
-        self.memory.view(-1)[self._places(pages)] = values.reshape(len(self.page), -1)
+        self.memory.view(-1)[self._places(pages)] = values.reshape(len(self.page), -1).to(self.memory.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,19 +220,30 @@ def _by_head(values: Tensor, params: ScanParams) -> Tensor:
     return grouped.repeat_interleave(params.num_heads // params.num_groups, dim=1)
 
 
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"silu": F.silu, "sigmoid": torch.sigmoid})
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "sigmoid": torch.sigmoid,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
+        "relu": F.relu,
+    }
+)
 
 
 def gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, group: int, eps: float, activation: str
 ) -> Tensor:
     """RMS norm of each run of `group` columns of x [num_tokens, columns], unless weight is None, times activation(gate)
-    [num_tokens, columns], unless that is None. weight: [columns] float32, or [group] if it serves all groups."""
+    [num_tokens, columns, or one for each group], unless that is None. weight: [columns] float32, or [group] if it
+    serves all groups."""
     result = x.float()
     if weight is not None:
         grouped = result.unflatten(1, (-1, group))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
         result = (normed * weight.view(-1, group)).flatten(1)
+    if gate is not None and gate.shape[1] != x.shape[1]:
+        gate = gate.repeat_interleave(group, dim=1)
     return (result if gate is None else result * GATES[activation](gate.float())).to(x.dtype)
 
 

@@ -171,13 +171,9 @@ def test_vllms_other_options_pass_silently_at_values_that_ask_for_nothing() -> N
         parse_options(decode_context_parallel_size=2)
     with pytest.raises(OptionError, match=r"enable_prompt_adapter=True is refused.*merge"):
         parse_options(enable_prompt_adapter=True)
-    for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
-        assert parse_options(**{name: "float32"}) == Options()
     assert parse_options(mamba_cache_mode="align") == Options()
-    with pytest.raises(
-        OptionError, match=r"mamba_cache_dtype=float16 is refused: .* recurrent layers are kept in float32"
-    ):
-        parse_options(mamba_cache_dtype="float16")
+    with pytest.raises(OptionError, match=r"mamba_cache_mode=all is refused: .* kept at ends of blocks"):
+        parse_options(mamba_cache_mode="all")
     with pytest.warns(FutureWarning, match=r"swap_space=16 has no effect: preempted requests are recomputed"):
         assert parse_options(swap_space=16) == parse_options()
 

@@ -16,6 +16,7 @@ from headrace import kernels
 from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.recurrent import args as mirrors
 from headrace.kernels.cpu.recurrent.states import StateOps
+from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, Snapshot, StateBatch
@@ -36,12 +37,12 @@ class Case:
     shape: tuple[int, ...]
     draft_elements: int
 
-    def state(self) -> LayerState:
+    def state(self, dtype: torch.dtype = torch.float32) -> LayerState:
         elements = int(torch.tensor(self.shape).prod())
         per_page = -(-self.units // 2)  # of two pages
         page = torch.arange(self.units) // per_page
         offset = torch.arange(self.units) % per_page * (elements + 3) + 5
-        memory = torch.full((PAGES, per_page * (elements + 3) + 9), torch.nan)
+        memory = torch.full((PAGES, per_page * (elements + 3) + 9), torch.nan, dtype=dtype)
         name = "history" if self.op == "convolve" else "state"
         drafted = torch.full((8, MOST_DRAFTS, self.draft_elements), torch.nan)
         return LayerState({name: KeptUnits(memory, page, offset, self.shape)}, drafted)
@@ -79,7 +80,14 @@ def recurrence(heads: int, head_dim: int, size: int, groups: int, limits: tuple[
 
 
 def attention(
-    heads: int, key_heads: int, key_dim: int, value_dim: int, *, decays: int, correction: float = 0.0
+    heads: int,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    decays: int,
+    correction: float = 0.0,
+    floor: float = 0.0,
 ) -> Case:
     """decays: columns of each head."""
     params = LinearAttentionParams(
@@ -93,6 +101,7 @@ def attention(
         correction=correction,
         unit_keys=correction > 0,
         scale=key_dim**-0.5,
+        decay_floor=floor,
         first_draft_element=3,
     )
     columns = (sum(params.parts), heads * decays, heads if correction else 0)
@@ -105,6 +114,18 @@ def selection(channels: int, size: int) -> Case:
     return Case("selective_scan", params, columns, size, (channels,), 3 * channels + 2 * size)
 
 
+def linear_units(heads: int, head_dim: int) -> Case:
+    channels, shape = heads * head_dim, (heads, head_dim, head_dim)
+    params = GatedLruParams(
+        decay=torch.randn(channels),
+        input_weight=torch.randn(shape),
+        input_bias=torch.randn(heads, 1, head_dim),
+        recurrence_weight=torch.randn(shape),
+        recurrence_bias=torch.randn(heads, 1, head_dim),
+    )
+    return Case("gated_lru", params, (channels,), heads, (head_dim,), 2 * channels)
+
+
 torch.manual_seed(0)
 CASES = {
     "LFM2's convolution": convolution(64, 3, gated=True),
@@ -114,8 +135,11 @@ CASES = {
     "odd sizes, groups, limits": recurrence(6, 7, 20, 3, (0.01, 0.8)),
     "a gated delta rule": attention(4, 2, 128, 128, decays=1, correction=1.0),
     "of odd sizes, with decays of channels": attention(3, 3, 19, 21, decays=19, correction=2.0),
+    "of decays of channels with a floor": attention(3, 3, 19, 21, decays=19, correction=1.0, floor=-5.0),
+    "of decays with a floor": attention(2, 2, 16, 32, decays=1, correction=1.0, floor=-5.0),
     "of constant decays, without corrections": attention(4, 4, 32, 80, decays=0),
     "a selective scan": selection(83, 16),
+    "gated linear units": linear_units(3, 19),
 }
 
 
@@ -200,6 +224,28 @@ def test_the_ops_equal_their_references(case: Case, ops: CpuOps, dtype: torch.dt
         assert torch.equal(mine.memory.isnan(), other.memory.isnan()), "nothing else is written"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_of_16_bits_are_rounded_where_a_step_keeps_them(case: Case, ops: CpuOps, dtype: torch.dtype) -> None:
+    """Not between the tokens of one step."""
+    inputs = [case.inputs(70, seed) for seed in range(2)]
+    steps = [
+        [Part(0, 0, 30, snapshots=((16, 5),)), Part(1, 0, 33, drafts=2)],
+        [Part(0, 30, 40, source=5), Part(1, 33, 1, replayed=2, source=1)],
+    ]
+    ours, theirs, exact = case.state(dtype), case.state(dtype), case.state()
+    for parts in steps:
+        found, wanted, float_ = (
+            torch.cat(run(case, op, state, parts, inputs))
+            for op, state in ((of(case, ops), ours), (case.reference, theirs), (of(case, ops), exact))
+        )
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)  # a value between two may be rounded to either
+        assert torch.equal(found, float_) == (parts is steps[0])
+        for number in (0, 1, 5):
+            step = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=step, atol=step)
+    assert kept(case, ours, 0).dtype == torch.float32
+
+
 @pytest.mark.parametrize("size", [1, 3, 16, 17, 32, 33])
 def test_results_and_states_do_not_depend_on_the_chunks(case: Case, ops: CpuOps, size: int) -> None:
     inputs, op = [case.inputs(130)], of(case, ops)
@@ -251,8 +297,8 @@ def test_accepted_drafts_are_replayed_and_others_leave_no_trace(
 
 def test_the_registry_offers_the_kernels_and_wide_convolutions_are_refused() -> None:
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
-    served = ("convolve", "scan", "linear_attention", "selective_scan")
-    assert [kernels.ops()[op].choose(**cpu).name for op in served] == ["cpu_native"] * 4
+    served = ("convolve", "scan", "linear_attention", "selective_scan", "gated_lru")
+    assert [kernels.ops()[op].choose(**cpu).name for op in served] == ["cpu_native"] * 5
     case = convolution(8, 17)
     with pytest.raises(ValueError, match="up to 16 inputs, not 17"):
         run(case, kernels.choose("convolve", **cpu), case.state(), [Part(0, 0, 1)], [case.inputs(1)])

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -128,6 +130,57 @@ def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind
 def test_ranks_that_cannot_have_whole_groups_of_heads_are_refused(folder: Path) -> None:
     with pytest.raises(HeadraceError, match="8 heads in 2 groups cannot be divided among 4 ranks"):
         LLM(str(saved(folder, "mamba2")), **TIGHT, tensor_parallel_size=4)
+
+
+LOGITS: dict[str, Any] = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+
+
+def usual_error(name: str, llm: LLM) -> float:
+    """The median over the tokens of answers of the largest difference of a logit from transformers', in standard
+    deviations of the logits. Of a few tokens other experts are chosen."""
+    prompts = shared_prefix(128)
+    outputs = generate_all_at_once(llm, prompts, msgspec.structs.replace(PARAMS, logprobs=-1))
+    differences = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (answer,) = output.outputs
+        found = torch.tensor([[row[token].logprob for token in sorted(row)] for row in answer.logprobs])
+        wanted = expected(name, prompt, list(answer.token_ids))
+        differences.append((found - wanted).abs().amax(1) / wanted.std())
+    return float(torch.cat(differences).median())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "jamba", "falcon_h1", "kimi_linear", "minimax"])
+def test_keys_of_8_bits_beside_states_give_logits_near_those_of_floats(folder: Path, name: str, dtype: str) -> None:
+    with LLM(str(saved(folder, name)), **TIGHT, **LOGITS, kv_cache_dtype=dtype) as llm:
+        assert 1e-5 < usual_error(name, llm) < (0.5 if dtype == "fp8_e5m2" else 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"mamba_cache_dtype": "bfloat16"}) for name in ("lfm2", "mamba2", "qwen3_5", "jamba", "kimi_linear")),
+        ("falcon_h1", {"mamba_cache_dtype": "float16"}),
+        ("recurrent_gemma", {"mamba_cache_dtype": "bfloat16"}),
+        ("minimax", {"mamba_ssm_cache_dtype": "bfloat16"}),
+        ("mamba2", {"mamba_cache_dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}),
+    ],
+)
+def test_states_of_16_bits_give_logits_near_those_of_floats(folder: Path, name: str, options: dict[str, Any]) -> None:
+    with LLM(str(saved(folder, name)), **TIGHT, **LOGITS, **options) as llm:
+        assert 1e-5 < usual_error(name, llm) < 0.1
+
+
+def test_pages_have_no_more_room_for_8_bits_or_states_of_16_than_they_need(folder: Path) -> None:
+    spec = spec_from_config(json.loads((saved(folder, "qwen3_5") / "config.json").read_text()))
+    halved = replace(spec, history_type="bfloat16", state_type="bfloat16")
+    found = {}
+    for key, each, dtype in (("", spec, torch.bfloat16), ("8", spec, torch.int8), ("16", halved, torch.bfloat16)):
+        groups = cache_groups(each, 64, element_bytes=dtype.itemsize)
+        found[key] = (groups[-1].pages, block_bytes(each, 16, dtype, groups=groups))
+    (pages, size), (of_8, less), (of_16, same) = found[""], found["8"], found["16"]
+    assert (pages * size, less) == (of_8 * less * 4 // 3, size // 2), "scales are a sixth of a page, and units whole"
+    assert (same, of_16) == (size, -(-pages // 2))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5", "jamba", "falcon_h1", "minimax"])

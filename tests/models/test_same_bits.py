@@ -34,8 +34,14 @@ MODELS = {
     "lightning": RECURRENT["minimax"],
     "selective scans": RECURRENT["jamba"],
     "attention beside recurrence": RECURRENT["falcon_h1"],
+    "gated linear units": RECURRENT["recurrent_gemma"],
+    "shared transformers": RECURRENT["zamba2"],
+    "int8 keys beside states": RECURRENT["qwen3_5"],
+    "fp8 latents beside states": RECURRENT["kimi_linear"],
 }
-ASKED = ("latent", "latent and experts", "delta rule by channel")
+CACHES = {"int8 keys beside states": "int8", "fp8 latents beside states": "fp8"}
+"""Types of caches in which a row's keys lie beside its scales, in the pages that states share."""
+ASKED = ("latent", "latent and experts", "delta rule by channel", "fp8 latents beside states")
 """Models that take one form of latent attention, whatever the chunk, only with batch_invariant."""
 LENGTHS = (40, 1, 17, 33, 16, 50, 44)
 NEW_TOKENS = 10
@@ -123,7 +129,7 @@ def run(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, texts: list[lis
     """What the requests get; with the cache, of two passes."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(plan.threads))
     monkeypatch.setattr(PreemptingScheduler, "preempts_at", plan.preempts_at)
-    options: dict[str, Any] = {"batch_invariant": path.name in ASKED}
+    options: dict[str, Any] = {"batch_invariant": path.name in ASKED, "kv_cache_dtype": CACHES.get(path.name, "auto")}
     if plan.drafts:
         monkeypatch.setattr(loop, "drafter_of", lambda _: KnowingDrafter(texts, DRAFTS[plan.drafts]))
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4}

@@ -107,6 +107,12 @@ FAMILIES: dict[str, TinyModel] = {
         "OlmoHybrid", num_hidden_layers=4, linear_key_head_dim=8, linear_value_head_dim=8,
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
+    "bailing_hybrid": tiny(
+        "BailingHybrid", num_hidden_layers=4, layer_group_size=2, kv_lora_rank=24, qk_nope_head_dim=12,
+        qk_rope_head_dim=8, v_head_dim=16, head_dim=8, num_local_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, n_group=2, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4,
+        pad_token_id=2, eos_token_id=1,
+    ),
     "recurrent_gemma": tiny(
         "RecurrentGemma", 0.02, num_hidden_layers=4, lru_width=48, attention_window_size=20, attention_bias=True,
     ),

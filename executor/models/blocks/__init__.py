@@ -204,6 +204,8 @@ class Attend(Declared):
     distance_bias: DistanceBias | None = None
     reads_only: bool = False
     """Whether the layer has queries only and attends to keys and values that another layer writes."""
+    whole: bool = False
+    """Whether later ops read the results of all tokens even in the last layer."""
 
     def weights(self) -> Iterator[Weight]:
         for each in (self.query_norm, self.key_norm, self.sinks, self.distance_bias):
@@ -474,9 +476,15 @@ class Stream:
     placement: ClassVar[Placement] = "sandwich"
     """The norms that its layers have."""
 
+    beside: ClassVar[bool] = False
+    """Whether the stream is the hidden values with the token's embedding beside them, so that a CPU program computes
+    it: a layer without a norm reads both, and every other op the hidden values alone."""
+
     @property
     def why_no_program(self) -> str:
         """Why a CPU program cannot compute it, as a sentence."""
+        if self.beside:
+            return ""
         return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, Kept
 from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, StateMixer, Vector, Weight
-from headrace.executor.models.blocks.dense import Activation
+from headrace.executor.models.blocks.gated_norm import GateActivation, OutputGate
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.ipc.failure import ModelError
 
@@ -20,6 +20,7 @@ class Lru(Declared):
     mix(x): [num_tokens, channels] -> the same; reads and writes the sequences' states."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerLru"
+    program_reader = "headrace.executor.cpu.recurrent:CpuLru.read"
 
     at: str
     heads: int
@@ -47,7 +48,7 @@ class GatedLru(StateMixer):
     heads: int = 0
     head_dim: int = 0
     conv_width: int = 4
-    activation: Activation = "gelu_tanh"
+    activation: GateActivation = "gelu_tanh"
     at: str = "temporal_block"
 
     @property
@@ -56,8 +57,8 @@ class GatedLru(StateMixer):
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         return (
-            Kept("history", (self.conv_width - 1, self.channels // tp_size), "float32"),
-            Kept("state", (self.heads // tp_size, self.head_dim), "float32"),
+            Kept("history", (self.conv_width - 1, self.channels // tp_size)),
+            Kept("state", (self.heads // tp_size, self.head_dim)),
         )
 
     def draft_elements(self, tp_size: int) -> int:
@@ -68,7 +69,8 @@ class GatedLru(StateMixer):
         at, hidden, channels = self.at, spec.hidden_size, Axis(self.channels, unit=self.head_dim)
         return {
             "x": Linear(((f"{at}.linear_x", channels),), hidden, bias=True),
-            "gate": Linear(((f"{at}.linear_y", channels),), hidden, bias=True, activation=self.activation),
+            "gate": Linear(((f"{at}.linear_y", channels),), hidden, bias=True),
+            "gated": OutputGate(self.activation),
             "convolve": Convolve(((f"{at}.conv_1d", channels),), self.conv_width, bias=True),
             "recur": Lru(f"{at}.rg_lru", self.heads, self.head_dim),
             "output": Linear(((f"{at}.linear_out", hidden),), channels, bias=True),
@@ -76,7 +78,7 @@ class GatedLru(StateMixer):
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         mixed = ops.mix(held["recur"], ops.mix(held["convolve"], ops.linear(held["x"], x)))
-        return [ops.product(held["output"], ops.call(_product, mixed, ops.linear(held["gate"], x)))]
+        return [ops.product(held["output"], ops.compute(held["gated"], mixed, ops.linear(held["gate"], x)))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> GatedLru:
         if self.heads % tp_size:
@@ -91,10 +93,3 @@ class GatedLru(StateMixer):
             if getattr(self, name) < 1:
                 return f"a linear recurrence's {name} must be at least 1, got {getattr(self, name)}"
         return "" if self.conv_width >= 2 else f"a convolution's width must be at least 2, got {self.conv_width}"
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no gated linear recurrence."
-
-
-def _product(x: Any, y: Any) -> Any:
-    return x * y

@@ -19,6 +19,7 @@ from headrace.executor.models.blocks import (
     Norm,
     rounded_up,
 )
+from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
 LATENT_EPS = 1e-6
@@ -44,6 +45,8 @@ class LatentAttention(Mixer):
     """Size of the compressed vector of queries; None: queries are not compressed."""
     bias: bool = False
     """Whether the down-projections and the output projection have biases."""
+    head_gate: bool = False
+    """Whether each head's result is multiplied by a gate of its own."""
     sliding_window: None = None
 
     @property
@@ -75,6 +78,9 @@ class LatentAttention(Mixer):
             up=names.latent_up,
         )
         values = Axis(self.num_heads * self.value_dim, unit=self.value_dim)
+        if self.head_gate:
+            found["gate"] = Linear(((names.query_gate, Axis(self.num_heads)),), hidden)
+            found["gated"] = OutputGate("sigmoid", group=self.value_dim)
         found["output"] = Linear(((names.output, hidden),), values, self.bias)
         return found
 
@@ -85,7 +91,11 @@ class LatentAttention(Mixer):
         down = ops.norm(held["query_norm"], ops.linear(held["query_down"], x)) if self.query_rank else x
         query = ops.linear(held["query"], down)
         latent = ops.norm(held["latent_norm"], ops.linear(held["latent"], x), 0, self.latent_dim)
-        return [ops.product(held["output"], ops.mix(held["attend"], query, latent))]
+        gate = ops.linear(held["gate"], x) if self.head_gate else None  # of all tokens, as the queries are
+        attended = ops.mix(held["attend"], query, latent)
+        if gate is not None:
+            attended = ops.compute(held["gated"], attended, gate)
+        return [ops.product(held["output"], attended)]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> LatentAttention:
         """Pads heads to a multiple of tp_size: ranks divide the heads, and each has the whole compressed vectors."""

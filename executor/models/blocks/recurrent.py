@@ -103,8 +103,8 @@ class Ssd(StateMixer):
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         channels = self._own_mixed(tp_size)
         return (
-            Kept("history", (self.conv_width - 1, channels), "float32"),
-            Kept("state", (self.heads // tp_size, self.head_dim, self.state_size), "float32"),
+            Kept("history", (self.conv_width - 1, channels)),
+            Kept("state", (self.heads // tp_size, self.head_dim, self.state_size)),
         )
 
     def draft_elements(self, tp_size: int) -> int:

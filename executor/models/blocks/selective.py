@@ -80,8 +80,8 @@ class Selective(StateMixer):
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         own = self.channels // tp_size
         return (
-            Kept("history", (self.conv_width - 1, own), "float32"),
-            Kept("state", (self.state_size, own), "float32"),
+            Kept("history", (self.conv_width - 1, own)),
+            Kept("state", (self.state_size, own)),
         )
 
     def draft_elements(self, tp_size: int) -> int:

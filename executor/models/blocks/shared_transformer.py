@@ -36,7 +36,7 @@ class Tied(Declared):
     """What a layer shares with an earlier one, under whose names the checkpoint has it. Layers of a rank that share it
     hold it once."""
 
-    eager_reader = "headrace.executor.models.blocks.shared_transformer:read_tied"
+    eager_reader = program_reader = "headrace.executor.models.blocks.shared_transformer:read_tied"
 
     declared: Declared
     layer: str
@@ -46,6 +46,30 @@ class Tied(Declared):
 
     def weights(self) -> Iterator[Weight]:
         return self.declared.weights() if self.layer == self.source else iter(())
+
+
+@dataclass(frozen=True)
+class Sum(Declared):
+    """compute(x, *parts): x's first columns plus the parts side by side, as a new value; without parts a copy of x."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerSum"
+    program_reader = "headrace.executor.cpu.recurrent:CpuSum.read"
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Halves(Declared):
+    """compute(both): activation(first half of the columns) * second half."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerHalves.read"
+    program_reader = "headrace.executor.cpu.recurrent:CpuHalves.read"
+
+    activation: Activation
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
 
 
 def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:
@@ -129,36 +153,30 @@ class SharedTransformer(Mixer):
                 found[f"adapt_{name}"] = Linear(((f"{at}.1", axis),), rank)
         places = f"layers.{self.layer}.", f"layers.{self.source}."
         tied: dict[str, Declared] = {key: Tied(each, *places) for key, each in found.items()}
-        tied["attend"] = Attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, heads.rope)
+        tied["attend"] = Attend(
+            heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, heads.rope, whole=True
+        )
+        tied["sum"], tied["halves"] = Sum(), Halves(self.activation)
         tied["back"] = Linear((("linear", hidden),), hidden)
         tied["recurrent_norm"] = Norm.of(spec, "mamba_decoder.input_layernorm", hidden)
         return tied | {f"recurrent.{key}": each for key, each in self.recurrent.declare(spec).items()}
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         """x [num_tokens, 2 * hidden]: hidden values, then the token's embedding."""
-        normed = ops.norm(held["norm"], ops.call(_copy, x))
+        add = held["sum"]
+        normed = ops.norm(held["norm"], ops.compute(add, x))  # of a copy: a norm overwrites what it reads
         qkv = ops.linear(held["qkv"], normed)
         if self.adapts_attention:
             adapted = [ops.linear(held[f"adapt_{each}"], ops.linear(held[f"low_{each}"], normed)) for each in "qkv"]
-            qkv = ops.call(_plus, qkv, *adapted)
-        attended = ops.total([ops.product(held["attended"], ops.mix(held["attend"], qkv))])
+            qkv = ops.compute(add, qkv, *adapted)
+        attended = ops.total([ops.linear(held["attended"], ops.mix(held["attend"], qkv))])
         normed = ops.norm(held["ffn_norm"], attended)
-        up = ops.call(_plus, ops.linear(held["up"], normed), self._adapted_ffn(ops, held, normed))
-        computed = ops.total([ops.product(held["down"], ops.call(self._gated, up))])
-        added = ops.call(_first_plus, x, ops.linear(held["back"], computed))
+        adapted_ffn = ops.linear(held["adapt_ffn"], ops.linear(held["low_ffn"], normed))
+        both = ops.compute(add, ops.linear(held["up"], normed), adapted_ffn)
+        computed = ops.total([ops.linear(held["down"], ops.compute(held["halves"], both))])
+        added = ops.compute(add, x, ops.linear(held["back"], computed))
         recurrent = {key.removeprefix("recurrent."): each for key, each in held.items() if key.startswith("recurrent.")}
         return self.recurrent.emit(ops, recurrent, ops.norm(held["recurrent_norm"], added))
-
-    def _adapted_ffn(self, ops: Ops, held: Held, normed: Any) -> Any:
-        return ops.linear(held["adapt_ffn"], ops.linear(held["low_ffn"], normed))
-
-    def _gated(self, up: Any) -> Any:
-        from torch.nn import functional  # blocks are also imported where torch is not installed
-
-        gate, other = up.chunk(2, dim=-1)
-        if self.activation == "gelu_tanh":
-            return functional.gelu(gate, approximate="tanh") * other
-        return getattr(functional, self.activation)(gate) * other
 
     def for_ranks(self, tp_size: int, inner_block: int) -> SharedTransformer:
         if tp_size == 1:
@@ -181,7 +199,7 @@ class SharedTransformer(Mixer):
         return self.attention.problem() or self.recurrent.problem()
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no transformers that layers share."
+        return self.attention.why_no_program(spec, tp_size) or self.recurrent.why_no_program(spec, tp_size)
 
 
 @dataclass(frozen=True)
@@ -189,6 +207,7 @@ class BesideEmbedding(Stream):
     """Hidden values, and beside them the token's embedding, which no layer changes."""
 
     placement = "pre"
+    beside = True
 
     hidden: int
 
@@ -228,26 +247,13 @@ def _of_ffn(index: int) -> str:
     return f"feed_forward.gate_up_proj_adapter_list.{index}"
 
 
-def _copy(x: Value) -> Value:
-    """A copy, since norms may overwrite their input."""
-    return x.clone()
-
-
 def _first(x: Value) -> Value:
     return x[:, : x.shape[-1] // 2].clone()
-
-
-def _first_plus(x: Value, y: Value) -> Value:
-    return x[:, : y.shape[-1]] + y
 
 
 def _added(x: Value, y: Value) -> Value:
     x[:, : y.shape[-1]] += y
     return x
-
-
-def _plus(x: Value, *parts: Value) -> Value:
-    return x + _beside(*parts)
 
 
 def _beside(*parts: Value) -> Value:

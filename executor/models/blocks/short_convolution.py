@@ -56,7 +56,7 @@ class ShortConv(StateMixer):
         return Fused("conv.in_proj", tuple((name, channels) for name in PARTS))
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
-        return (Kept("history", (self.width - 1, self.channels // tp_size), "float32"),)
+        return (Kept("history", (self.width - 1, self.channels // tp_size)),)
 
     def draft_elements(self, tp_size: int) -> int:
         return self.channels // tp_size

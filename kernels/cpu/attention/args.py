@@ -22,6 +22,7 @@ class KvCacheC(ctypes.Structure):
         ("head_dim", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("layout", ctypes.c_int32),
+        ("scales_skip", ctypes.c_int64),
         ("slots_offset", ctypes.c_int64),
         ("tables_offset", ctypes.c_int64),
     )

@@ -10,7 +10,8 @@
 //
 // A group takes the place of its rows, so that blocks are contiguous and equally large in both layouts. int8, e4m3 and
 // e5m2 caches have scales: one for the layer (key_scale, value_scale), one per head (key_heads, value_heads), or one
-// per row (key_scales, value_scales), [num_blocks, num_kv_heads, block_size] float, computed when the row is written.
+// per row (key_scales, value_scales), [num_blocks, num_kv_heads, block_size] float, computed when the row is written;
+// the scales of neighbouring blocks are scales_skip floats apart.
 #pragma once
 
 #include "runtime/common.h"
@@ -37,6 +38,7 @@ struct KvCache {
   int32_t head_dim;
   int32_t block_size;
   CacheLayout layout;
+  int64_t scales_skip;    // floats from the end of a block's scales to the next block's
   int64_t slots_offset;   // where this layer's slots begin in Step::slot_mapping, in elements
   int64_t tables_offset;  // where its block tables begin in Step::block_table, in elements
 };
@@ -67,6 +69,12 @@ inline int64_t bytes_of(CacheType type) {
 inline int64_t cache_row(const KvCache& cache, int64_t slot, int head) {
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   return (block * cache.num_kv_heads + head) * cache.block_size + offset;
+}
+
+// Where the scale of row `index` is in the scales per row.
+inline int64_t scale_of_row(const KvCache& cache, int64_t index) {
+  if (cache.scales_skip == 0) return index;
+  return index + index / (int64_t{cache.num_kv_heads} * cache.block_size) * cache.scales_skip;
 }
 
 // The format of an 8-bit float: e4m3 (no infinities), or e5m2, which is the upper byte of an fp16.
@@ -196,7 +204,7 @@ inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, co
   if (scales != nullptr && is_scaled(cache.type)) {
     const float largest = largest_magnitude(from, cache.head_dim);
     scale = largest == 0.0f ? 1.0f : largest / largest_stored(cache.type);  // NaN makes what reads the row NaN
-    scales[index] = scale;
+    scales[scale_of_row(cache, index)] = scale;
   }
   const int64_t bytes = bytes_of(cache.type), row_bytes = cache.head_dim * bytes;
   char* const rows = static_cast<char*>(is_key ? cache.keys : cache.values);

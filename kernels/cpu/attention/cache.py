@@ -67,6 +67,7 @@ def describe_cache(
         head_dim=head_dim,
         block_size=block_size,
         layout=layout,
+        scales_skip=0 if scales.keys is None else scales.keys.stride(0) - num_kv_heads * block_size,
     )
 
 

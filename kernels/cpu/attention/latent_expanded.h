@@ -199,7 +199,7 @@ class Expander {
     const char* const from = static_cast<const char*>(cache_.keys) + index * cache_.head_dim * bytes_of(cache_.type);
     if (!is_scaled(cache_.type)) return widen_row(cache_.type, from, cache_.head_dim, cache_.head_dim, to);
     widen_row(cache_.type, from, cache_.head_dim, cache_.head_dim, scratch_.row);
-    const float scale = cache_.key_scales != nullptr ? cache_.key_scales[index] : cache_.key_scale;
+    const float scale = cache_.key_scales != nullptr ? cache_.key_scales[scale_of_row(cache_, index)] : cache_.key_scale;
     convert_row(scratch_.row, DType::kF32, cache_.head_dim, scale, to, type_of(to));
   }
 

@@ -297,8 +297,9 @@ class Worker {
       const int64_t index = row_of(item, places.base + group * kGroupKeys);
       places.runs[group] = static_cast<const char*>(cache_.keys) + index * row_bytes_;
       places.runs[places.groups + group] = static_cast<const char*>(cache_.values) + index * row_bytes_;
-      if (cache_.key_scales != nullptr) __builtin_prefetch(cache_.key_scales + index);
-      if (cache_.value_scales != nullptr) __builtin_prefetch(cache_.value_scales + index);
+      const int64_t scale = scale_of_row(cache_, index);
+      if (cache_.key_scales != nullptr) __builtin_prefetch(cache_.key_scales + scale);
+      if (cache_.value_scales != nullptr) __builtin_prefetch(cache_.value_scales + scale);
     }
   }
 
@@ -394,9 +395,9 @@ class Worker {
   const float* scales_of(const Item& item, const float* from, float* to) const {
     if (cache_.layout == CacheLayout::kGroups)
       for (int key = 0; key < places_->count; key += kGroupKeys)
-        std::memcpy(to + key, from + row_of(item, places_->base + key), sizeof(float) * kGroupKeys);
+        std::memcpy(to + key, from + scale_of_row(cache_, row_of(item, places_->base + key)), sizeof(float) * kGroupKeys);
     else
-      for (int key = 0; key < places_->count; ++key) to[key] = from[row_of(item, places_->base + key)];
+      for (int key = 0; key < places_->count; ++key) to[key] = from[scale_of_row(cache_, row_of(item, places_->base + key))];
     std::fill_n(to, std::min(num_hidden(item), places_->count), 0.0f);
     std::fill(to + places_->count, to + kTileKeys, 0.0f);
     return to;

@@ -256,7 +256,8 @@ class Builder:
     ) -> None:
         """out = `reference.states.gated_norm` of source."""
         gates = () if gate is None else (gate,)
-        columns = {each.columns for each in (source, out, *gates)}
+        shares_gates = gate is not None and gate.columns * group == source.columns and group > 1
+        columns = {each.columns for each in (source, out, *(() if shares_gates else gates))}
         require_same(columns, {source.columns}, "the columns of a gated norm", "those of its input")
         require_same({each.rows for each in (out, *gates)}, {source.rows}, "the rows of a gated norm", "its input's")
         if source.columns % group or group > MOST_ROW_VALUES:
@@ -280,6 +281,7 @@ class Builder:
             gate_type=source.type if gate is None else gate.type,
             output_type=out.type,
             eps=eps,
+            gate_per_group=shares_gates,
         )
         self._add("gated_norm", "hr_op_gated_norm", args, (source, *gates), (out,), keep=(weight,))
 

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.linear.args import DTYPES
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.reference.states import KeptUnits
 
@@ -37,15 +38,17 @@ class StateUnitsC(ctypes.Structure):
         ("page_elements", ctypes.c_int64),
         ("page", ctypes.c_void_p),
         ("offset", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
     )
 
     @classmethod
     def of(cls, units: KeptUnits) -> StateUnitsC:
-        if units.memory.dtype != torch.float32 or not units.memory.is_contiguous():
-            raise ValueError(f"pages of states are contiguous float32, not {units.memory.dtype}.")
+        if units.memory.dtype not in DTYPES or not units.memory.is_contiguous():
+            raise ValueError(f"pages of states are contiguous, in one of {list(DTYPES)}, not {units.memory.dtype}.")
         if units.page.dtype != torch.int64 or units.offset.dtype != torch.int64:
             raise ValueError("the places of a state are int64.")
-        return cls(pointer(units.memory), units.memory.shape[1], pointer(units.page), pointer(units.offset))
+        type_ = DTYPES[units.memory.dtype]
+        return cls(pointer(units.memory), units.memory.shape[1], pointer(units.page), pointer(units.offset), type_)
 
 
 class DraftedC(ctypes.Structure):
@@ -134,6 +137,7 @@ class LinearAttentionArgs(ctypes.Structure):
         ("decay_columns", ctypes.c_int64),
         ("correction", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("decay_floor", ctypes.c_float),
         ("unit_keys", ctypes.c_int32),
         ("mixed_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
@@ -161,5 +165,27 @@ class SelectiveArgs(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("channels", ctypes.c_int64),
         ("state_size", ctypes.c_int64),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+class GatedLruArgs(ctypes.Structure):
+    """Mirror of `GatedLruArgs` in states.h: the arguments of `hr_op_gated_lru`."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("state", StateUnitsC),
+        ("drafted", DraftedC),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rates", ctypes.c_void_p),
+        ("input_weight", ctypes.c_void_p),
+        ("input_bias", ctypes.c_void_p),
+        ("recurrence_weight", ctypes.c_void_p),
+        ("recurrence_bias", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
         ("out_type", ctypes.c_int32),
     )

@@ -24,7 +24,8 @@ struct Channels {
 
   void passed(int64_t inputs) const {
     sequence.stores(*args.states, inputs, [&](const int32_t* pages) {
-      for (int i = 0; i < num_past; ++i) copy(past[i], args.history.at(pages, i));
+      for (int i = 0; i < num_past; ++i)
+        args.history.write(pages, i, own.begin, own.end - own.begin, past[i] + own.begin);
     });
   }
 
@@ -53,7 +54,7 @@ struct Channels {
   void run() {
     for (int i = 0; i < num_past; ++i) {
       if (sequence.source != nullptr)
-        copy(args.history.at(sequence.source, i), past[i]);
+        args.history.read(sequence.source, i, own.begin, own.end - own.begin, past[i] + own.begin);
       else
         std::fill(past[i] + own.begin, past[i] + own.end, 0.0f);
     }

@@ -132,14 +132,16 @@ struct Head {
 
   void read(const int32_t* pages) const {
     if (pages == nullptr) return std::fill(room.state, room.state + args.head_dim * columns, 0.0f);
-    const float* from = args.state.at(pages, head);
-    for (int64_t p = 0; p < args.head_dim; ++p) copy(from + p * args.state_size, room.state + p * columns);
+    for (int64_t p = 0; p < args.head_dim; ++p) {
+      float* row = room.state + p * columns;
+      args.state.read(pages, head, p * args.state_size, args.state_size, row);
+      std::fill(row + args.state_size, row + columns, 0.0f);
+    }
   }
 
   void write(const int32_t* pages) const {
-    float* to = args.state.at(pages, head);
     for (int64_t p = 0; p < args.head_dim; ++p)
-      std::memcpy(to + p * args.state_size, room.state + p * columns, sizeof(float) * static_cast<size_t>(args.state_size));
+      args.state.write(pages, head, p * args.state_size, args.state_size, room.state + p * columns);
   }
 
   void run(const StateSequence& sequence) {

@@ -18,7 +18,7 @@ struct SelectiveChannels {
 
   void passed(int64_t inputs) const {
     sequence.stores(*args.states, inputs, [&](const int32_t* pages) {
-      for (int64_t n = 0; n < args.state_size; ++n) store_lanes(args.state.at(pages, n), at, count, DType::kF32, held[n]);
+      for (int64_t n = 0; n < args.state_size; ++n) store_lanes(args.state.at(pages, n), at, count, args.state.type, held[n]);
     });
   }
 
@@ -36,7 +36,9 @@ struct SelectiveChannels {
 
   void run() const {
     for (int64_t n = 0; n < args.state_size; ++n)
-      held[n] = sequence.source != nullptr ? lanes(args.state.at(sequence.source, n), 0) : Floats{};
+      held[n] = sequence.source != nullptr
+                    ? load_lanes(args.state.at(sequence.source, n), at, count, args.state.type)
+                    : Floats{};
     passed(0);
     for (int64_t i = 0; i < sequence.inputs(); ++i) {
       if (i < sequence.replayed) {

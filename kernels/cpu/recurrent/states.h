@@ -28,13 +28,21 @@ struct StateStep {
 
 // Where a layer's state lies: unit u begins at element offset[u] of the page[u]th page of a sequence.
 struct StateUnits {
-  float* memory;  // [num_pages, page_elements]
+  char* memory;  // [num_pages, page_elements] of `type`
   int64_t page_elements;
   const int64_t* page;
   const int64_t* offset;
+  DType type;
 
-  float* at(const int32_t* pages, int64_t unit) const {
-    return memory + pages[page[unit]] * page_elements + offset[unit];
+  char* at(const int32_t* pages, int64_t unit, int64_t element = 0) const {
+    return memory + (pages[page[unit]] * page_elements + offset[unit] + element) * size_of(type);
+  }
+  // Elements [first, first + count) of a unit, as floats.
+  void read(const int32_t* pages, int64_t unit, int64_t first, int64_t count, float* to) const {
+    load_values(at(pages, unit, first), type, count, to);
+  }
+  void write(const int32_t* pages, int64_t unit, int64_t first, int64_t count, const float* from) const {
+    store_values(from, type, count, at(pages, unit, first));
   }
 };
 
@@ -141,6 +149,7 @@ struct LinearAttentionArgs {
   int64_t num_heads, num_key_heads, key_dim, value_dim;
   int64_t decay_columns;  // of a head: 0, 1 or key_dim
   float correction, scale;
+  float decay_floor;  // 0: a decay's logarithm has none
   int32_t unit_keys;
   DType mixed_type;
   DType out_type;
@@ -163,6 +172,21 @@ struct SelectiveArgs {
   DType out_type;
 };
 
+// Arguments of hr_op_gated_lru: see reference.gated_lru.
+struct GatedLruArgs {
+  const StateStep* states;
+  StateUnits state;  // unit i: head i, [head_dim]
+  Drafted drafted;   // x
+  const float* x;    // [num_tokens, x_stride]
+  void* out;         // [num_tokens, out_stride]
+  const float* rates;                                   // [channels]: a channel's logarithm of what remains at a gate of 1
+  const float *input_weight, *input_bias;               // [num_heads, head_dim, head_dim] and [channels]
+  const float *recurrence_weight, *recurrence_bias;
+  int64_t x_stride, out_stride;  // elements
+  int64_t num_heads, head_dim;
+  DType out_type;
+};
+
 // Bytes of thread scratch that hr_op_linear_attention needs.
 int64_t linear_attention_scratch_bytes(int64_t key_dim, int64_t value_dim);
 
@@ -173,6 +197,7 @@ void convolve(const void* args, const Step& step, int thread, int num_threads);
 void scan(const void* args, const Step& step, int thread, int num_threads);
 void selective_scan(const void* args, const Step& step, int thread, int num_threads);
 void linear_attention(const void* args, const Step& step, int thread, int num_threads);
+void gated_lru(const void* args, const Step& step, int thread, int num_threads);
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 

@@ -17,6 +17,7 @@ from headrace.kernels.cpu.program.program import Builder
 from headrace.kernels.cpu.recurrent.args import (
     ConvolveArgs,
     DraftedC,
+    GatedLruArgs,
     LinearAttentionArgs,
     ScanArgs,
     SelectiveArgs,
@@ -25,6 +26,7 @@ from headrace.kernels.cpu.recurrent.args import (
 )
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.runtime.threads import Step
+from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams, StateBatch
@@ -141,6 +143,19 @@ def write_linear_attention(
     builder.op("hr_op_linear_attention", args, reads, (out,), keep=(kept, states, state))
 
 
+def write_gated_lru(
+    builder: Builder, x: Buffer, out: Buffer, params: GatedLruParams, states: StateStepC, state: LayerState
+) -> None:
+    """out = `reference.gated_lru` of x, for the sequences in `states` of each step."""
+    args, kept = _gated_lru_args(params, state)
+    if {x.columns, out.columns} != {len(params.decay)} or x.tensor.dtype != torch.float32:
+        raise ValueError(f"a recurrence of {len(params.decay)} float32 channels does not fit {x.columns} columns.")
+    args.states, args.x, args.x_stride = ctypes.addressof(states), x.address, x.stride
+    args.out, args.out_stride, args.out_type = out.address, out.stride, out.type
+    builder.need_scratch(4 * args.head_dim)
+    builder.op("hr_op_gated_lru", args, (x,), (out,), keep=(kept, states, state))
+
+
 def linear_attention_scratch_bytes(used: Runtime, params: LinearAttentionParams) -> int:
     """Bytes of scratch that each thread needs."""
     find = used.library.dll.hr_linear_attention_scratch_bytes
@@ -229,6 +244,17 @@ class StateOps:
         del kept, floats  # until here
         return out
 
+    def gated_lru(self, x: Tensor, params: GatedLruParams, batch: StateBatch, state: LayerState) -> Tensor:
+        """As `reference.gated_lru`."""
+        args, kept = _gated_lru_args(params, state)
+        out, x = torch.empty(x.shape, dtype=x.dtype), x.float().contiguous()
+        args.x, args.x_stride = pointer(x), x.stride(0)
+        args.out, args.out_stride, args.out_type = pointer(out), out.stride(0), DTYPES[out.dtype]
+        self.runtime.pool.reserve(0, 4 * args.head_dim)
+        self._run("hr_op_gated_lru", args, batch, len(x))
+        del kept  # until here
+        return out
+
     def _run(self, op: str, args: Any, batch: StateBatch, num_tokens: int) -> None:
         query_start = batch.query_start.to(torch.int32).contiguous()
         states, kept = _states_of(batch)
@@ -309,6 +335,7 @@ def _linear_attention_args(params: LinearAttentionParams, state: LayerState) -> 
         decay_columns=0 if bias is None else len(bias) // params.num_heads,
         correction=params.correction,
         scale=params.scale,
+        decay_floor=params.decay_floor,
         unit_keys=params.unit_keys,
     )
     return args, params
@@ -328,6 +355,24 @@ def _selective_args(params: SelectiveParams, state: LayerState) -> tuple[Selecti
     return args, (decay, params)
 
 
+def _gated_lru_args(params: GatedLruParams, state: LayerState) -> tuple[GatedLruArgs, object]:
+    heads, head_dim, _ = params.input_weight.shape
+    rates = params.rates
+    kept = {
+        name: getattr(params, name).contiguous()
+        for name in ("input_weight", "input_bias", "recurrence_weight", "recurrence_bias")
+    }
+    args = GatedLruArgs(
+        state=StateUnitsC.of(state.kept["state"]),
+        drafted=DraftedC.of(state.drafted, heads * head_dim),
+        rates=pointer(rates),
+        num_heads=heads,
+        head_dim=head_dim,
+        **{name: pointer(each) for name, each in kept.items()},
+    )
+    return args, (kept, rates)
+
+
 def _offer(op: str) -> Version:
     def serve(*args: Any) -> Any:
         found: Callable[..., Any] = getattr(StateOps(runtime()), op)
@@ -336,4 +381,4 @@ def _offer(op: str) -> Version:
     return Version(op, "cpu_native", serve, why_no_op)
 
 
-VERSIONS = tuple(_offer(op) for op in ("convolve", "scan", "linear_attention", "selective_scan"))
+VERSIONS = tuple(_offer(op) for op in ("convolve", "scan", "linear_attention", "selective_scan", "gated_lru"))
