@@ -28,6 +28,7 @@ LISTS = {
         "full_attn_idxs",
         "sliding_window_pattern",
         "_sliding_window_pattern",
+        "layer_group_size",
         "use_sliding_window",
         "sliding_window",
     },
@@ -61,6 +62,8 @@ OF_NO_EFFECT = {
     "Command R": {"max_position_embeddings"},  # model_max_length has the context
     "lfm2_biases": {"block_ffn_dim_multiplier", "block_multiple_of"},  # block_auto_adjust_ff_dim is off
     "mamba2_one_group": {"time_step_limit"},  # infinity
+    "granite_swa": {"rope_theta"},  # layer_rope_theta has that of each layer
+    "granitemoe_swa": {"rope_theta"},
     "granite_hybrid": {"time_step_limit", "rope_theta"},  # there is no rotation
     "granite_hybrid_dense": {"time_step_limit", "num_experts_per_tok"},  # there are no experts
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
@@ -187,8 +190,9 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
     caplog.set_level(logging.ERROR)
     _walk(name, config)
     if (
-        not name.startswith(("gemma3n", "gemma4", "granite_hybrid")) and LISTS.keys() & config.keys()
-    ):  # of that one, other lists have the lengths of layers; of the other, all layers are recurrent without the list
+        not name.startswith(("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa"))
+        and LISTS.keys() & config.keys()
+    ):  # of these, other lists have the lengths of layers; of the third, all layers are recurrent without the list
         older = {key: value for key, value in config.items() if key not in LISTS}
         _walk(name, older | {"num_hidden_layers": 8})
 

@@ -11,6 +11,7 @@ from headrace.executor.models.families._latent import latent_like
 from headrace.executor.models.families._ssd import require_silu
 from headrace.executor.models.families.kimi_linear import COMMON
 from headrace.executor.models.families.qwen3_next import layer_kinds
+from headrace.ipc.failure import ModelError
 
 AT = "attention"
 NAMES = WeightNames(
@@ -42,6 +43,8 @@ def build(config: Config) -> ArchSpec:
     own = config.renamed(**COMMON, n_routed_experts="num_experts")
     config = {"rope_interleave": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5} | own
     count, period = integer(config, "num_hidden_layers"), integer(config, "layer_group_size", 6)
+    if period < 1:
+        raise ModelError(f"the config's layer_group_size must be at least 1, got {period}")
     kinds = layer_kinds(config, lambda index: "linear_attention" if (index + 1) % period else "full_attention")
     heads, size = integer(config, "num_attention_heads"), integer(config, "head_dim", 128)
     has_floor = flag(config, "kda_safe_gate", True)

@@ -159,6 +159,10 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     types = fields.sliding_layers(layers)["layer_types"]
     full, sliding = (types.index(kind) if kind in types else None for kind in ("full_attention", "sliding_attention"))
+    for key, value in (("scaling.factor", 1.0), ("scale_linear", 1.0), ("dimension_count", config["head_dim"])):
+        fields.expect(f"rope.{key}", value)
+    if types[-1] != "full_attention":
+        raise ModelError(f"{fields.header.path}: the attention of the last layer has a window; it is full in Gemma 4")
     heads = fields.integers("attention.head_count_kv", config["num_attention_heads"])
     of_layer = heads if isinstance(heads, list) else [heads] * layers
     inner = config["intermediate_size"]
