@@ -41,6 +41,11 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "mpt": ROTATION,
     "baichuan, 13B": ROTATION,
     "deepseek2": {"attention.key_length"},  # of the compressed key; the heads' stand in another
+    "granitehybrid": ROTATION,  # there is none, but in Bamba
+    "granitehybrid, dense": {"expert_used_count"},  # there are no experts
+    "nemotron_h_moe": {"expert_shared_count"},  # whose size together has a key of its own
+    "jamba": ROTATION,  # there is none
+    "kimi-linear": {"attention.key_length"},
     "deepseek2, version 2": UNSCALED,
     "deepseek2, version 3": UNSCALED,
     "gpt-oss": UNSCALED,

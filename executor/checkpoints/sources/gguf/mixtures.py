@@ -117,6 +117,8 @@ def _exaone_moe(fields: Fields, config: Config) -> dict[str, Any]:
     inner = fields.integer("expert_feed_forward_length")
     count = fields.integer("expert_shared_count", 0)
     fields.expect("expert_shared_feed_forward_length", inner * count)
+    for key in ("scaling.factor", "scale_linear"):
+        fields.expect(f"rope.{key}", 1.0)
     return layers_with_windows(fields, config) | {"num_shared_experts": count}
 
 
