@@ -3,19 +3,21 @@
     python benchmarks/vllm_cases.py VLLM_SOURCES DEMO_FOLDER [--report FILE] [--only PART ...] [--seconds N]
 
 VLLM_SOURCES is an unpacked source archive of vLLM, whose tests run as they are; `benchmarks/demo_folder.py` makes
-DEMO_FOLDER. Needs `pytest-asyncio`. The names of models on the hub that the tests ask for are links to DEMO_FOLDER in a
-cache that is made for the run, so every model is the demo model. `benchmarks/vllm_stand_ins.py` is the rest of the
-adapter.
+DEMO_FOLDER. Needs `pytest-asyncio`, `accelerate` and `pybase64`. The names of models on the hub that the tests ask for
+are links to DEMO_FOLDER in a cache that is made for the run, with the context length that each was published with, so
+every model is the demo model, and every adapter is a small one of it. `benchmarks/vllm_stand_ins.py` is the rest of
+the adapter.
 
 A case passes; or uses something inside vLLM, which docs/coming-from-vllm.md says does not exist here; or skips itself;
-or fails. Each failure is looked up in DOCUMENTED and ELSEWHERE. What neither has is printed as undocumented.
+or fails. Each failure is looked up in `benchmarks/vllm_verdicts.json`, where a verdict names its cases one by one, and
+a part of the message with which they fail: a case that fails otherwise than it is known to is undocumented. So is one
+that no verdict names. Verdicts that no failure has met are printed too.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import fnmatch
 import json
 import os
 import re
@@ -23,11 +25,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from report import write_report
+from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "coming-from-vllm.md"
@@ -64,17 +68,19 @@ FILES = (
     "entrypoints/unit_tests/test_*.py",
 )
 LEFT_OUT = (
-    "lora",
+    "mm_loras",
     "mcp_tools",
     "_vlm",
     "tensorizer",
     "weight_transfer",
     "routed_experts",
     "lmeval",
-    "sagemaker",
+    "sagemaker_handler",
+    "sagemaker_middleware",
+    "sagemaker_stateful",
     "render",
 )
-"""Parts of paths of tests of adapters, images, tool servers of their own, training and packages that are not here."""
+"""Parts of paths of tests of images, tool servers of their own, training and packages that are not here."""
 MODEL_NAME = re.compile(r"""["']([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)["']""")
 STARTS = re.compile(r"RemoteOpenAIServer|\bLLM\(|vllm_runner|VllmRunner|AsyncLLM\.|LLMEngine\.|LLMEngine\(")
 """What tests with an engine of their own mention."""
@@ -86,96 +92,83 @@ FOLDERS = re.compile(r"(?:\.\.)?(?:/[\w.+~-]+)+/|(?:[\w.+~-]+/){2,}")
 """Paths in messages, which name folders of the machine."""
 CASE = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)
 CONTEXT = 32768
-"""Of the models that the tests name. The demo model was trained for less."""
+CONTEXTS = {"distilbert/distilgpt2": 1024, "openai-community/gpt2": 1024} | dict.fromkeys(
+    (
+        *("facebook/opt-125m", "JackFram/llama-160m", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        *("hmellor/tiny-random-LlamaForCausalLM", "intfloat/multilingual-e5-small"),
+    ),
+    2048,
+)
+"""The context lengths of models that the tests name. Others have CONTEXT, which is more than the demo model was
+trained for."""
+ADAPTERS = {
+    "typeof/zephyr-7b-beta-lora",
+    "charent/self_cognition_Alice",
+    "Jackmin108/Qwen3-0.6B-Meow-LoRA",
+    "Jackmin108/Qwen3-0.6B-Woof-LoRA",
+    "jekunz/smollm-135m-lora-fineweb-faroese",
+    "peft-internal-testing/opt-125m-dummy-lora",
+}
+"""The adapters that the tests name."""
+ADAPTED = ("q_proj", "v_proj")
+RANK = 8
 MIXED = ("test_sampling_params.py", "test_request_input_bounds.py")
 """Files whose cases test objects of users' too."""
 NOT_MODELS = ("application/", "text/", "image/", "audio/", "v1/", "video/")
 
-DOCUMENTED: dict[str, str] = {
-    "*zephyr-lora[]]": "options for unsupported features",
-    " kv_transfer_params is refused": "`kv_transfer_params`, `vllm_xargs` that no logits processor reads",
-    " enable_response_messages is refused": "`enable_response_messages`, `previous_input_messages` of responses",
-    "assert CompletionUsa...": "`usage` of answers",
-    "assert 'mode' == 'query.mode'": "`param` of errors in a query",
-    "*test_anthropic_streaming": "`usage.input_tokens` of `message_start`",
-    "*test_anthropic_streaming_cache_usage": "`usage.input_tokens` of `message_start`",
-    "*test_request_output_forward_compatible": "unknown fields of a `RequestOutput`",
-    "*test_extra_args_preserves_custom_objects*": "| `extra_args`, `vllm_xargs` |",
-    "*test_routed_experts_offset_validated*": "`routed_experts_prompt_start`, `watermarking`",
-    "*_limit_can_be_overridden*": "vLLM's environment variables with limits",
-    "*test_direct_beam_width_rejects_values_over_sequence_cap": "vLLM's environment variables with limits",
-    "*test_bad_word_tokenization_stops_at_worker_limit": "more than 64 `bad_words`",
-    "*test_stateful.py::test_background": "`status` of a background response that runs",
-    "*test_min_tokens_validation": "the message of a number out of range",
-    "*test_min_tokens_with_terminal_structured_output": "| an answer whose form (`structured_outputs`) is complete",
-    "*test_show_version": "`GET /version`",
-    "*test_check_models": "options for unsupported features",
-    " --runner=pooling is refused": "options for unsupported features",
-    "*test_long_seed": "the message of a number out of range",
-    "*test_unset_max_tokens_rejects_oversized_min_tokens": "the message of a number out of range",
-    "*test_require_mm_embeds": "images, audio and video in prompts",
-    "*test_sleep.py::test_sleep_mode": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
-    "*test_wait_timeout_completes_requests": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
-    "*test_trace_replay_params.py*": "`trace_decode_token_ids`, `prompt_logprob_token_ids`",
-    "there is no /weight_checker here": "`POST /weight_checker`",
-    "*test_weight_checker.py*": "`POST /weight_checker`",
-    " data_parallel_external_lb=True is refused": "options for unsupported features",
-    "what the engine decided is in `engine`": "| `create_engine_config()` |",
-    " has no logits processors to read them": "| `extra_args`, `vllm_xargs` |",
-    " is refused: multimodal input is not supported": "images, audio and video in prompts",
-}
-"""Patterns of a case, or of its message, and the row of docs/coming-from-vllm.md that says what is otherwise."""
-WORDS = "words, or a form of answer, that the demo model does not produce"
-ELSEWHERE: dict[str, str] = {
-    " Timeout (>": "it did not end in time on a machine with other work",
-    "Read timed out": "it did not end in time on a machine with other work",
-    "ModelConfig.__init__() got": "it constructs a config object of vLLM's inside",
-    "No module named 'lm_eval'": "it needs lm-eval",
-    "*test_diffusion_rejects_unsupported_params*": "diffusion models are not run here",
-    "*test_more_than_one_prompt_logprobs_chat*": WORDS,
-    "*test_response_format_json_object": WORDS,
-    "*test_completion.py::test_single_completion*": WORDS,
-    "*test_completion.py::test_completion_streaming*": WORDS,
-    "*test_completion.py::test_parallel_*": WORDS,
-    "*test_return_token_ids.py::test_chat_completion_with_tool_use": WORDS,
-    "*test_comparison_with_prompt_logprobs_and_logprobs": "the demo model ends at once, and its end token has no text",
-    "*test_no_bad_words.py*": "it expects token ids of another tokenizer",
-    "*test_sampling_params_e2e.py::test_stop": WORDS,
-    "*test_gc": "it reads a GPU's memory",
-    "*test_model_from_modelscope": "it needs a hub",
-    " Invalid JSON from backend": WORDS,
-    " tokenizer_mode=mistral reads": "the demo model's tokenizer is not Mistral's",
-    " No module named 'pybase64'": "it needs pybase64",
-    " property 'llm_engine' of 'LLM' object": "it replaces vLLM's engine by a mock",
-    " No module named 'tests'": "the engine imports nothing from a test's folder",
-    "*test_stop_strings.py::test_stop_strings": WORDS,
-    "*test_computed_prefix_blocks*": WORDS,
-    "*test_chat_extra_kwargs*": "the demo model's template does not read the argument",
-    "*responses/test_basic.py*": WORDS,
-    "*responses/test_stateful.py::test_*prev*": WORDS,
-    "*responses/test_structured_output.py*": WORDS,
-    "*test_anthropic_tool_call*": WORDS,
-    "*test_anthropic_structured_output*": WORDS,
-    "*test_simple.py::test_*reasoning_*": "the demo model does not reason",
-    "*test_include_reasoning.py*": "the demo model does not reason",
-    "*test_thinking_token_budget_limits_reasoning*": "the demo model does not reason",
-    "*test_completion_with_function_calling.py::test_function_tool_use*": "the demo model neither reasons nor calls",
-    "*test_function_call.py::test_function_tool_use*": "the demo model does not call",
-    "*test_multi_api_servers.py::test_completion_streaming*": WORDS,
-    "Harmony tests require gpt_oss": "it needs gpt-oss",
-    "No module named 'openai_harmony'": "it needs openai-harmony",
-    "*test_engine_metrics": WORDS,
-    "LLMEngine has no '_llm'": "it replaces vLLM's engine by a mock",
-    "*test_rejects_custom_logitsprocs*": "it compares with a text of vLLM's inside",
-    "*test_mm_prefix_lm_raises_batched_tokens_floor": "it replaces a method inside vLLM",
-    "v1/structured_output/test_validation.py*": "it calls methods inside vLLM",
-    " cannot be loaded: ModuleNotFoundError: Headrace has no": "its logits processor's file imports vLLM's insides",
-    "*test_head_dtype.py*": "it computes with a class inside vLLM",
-    "*test_async_scheduling.py*": "the adapter has not what it asks of vLLM's test runner",
-    "*test_namespace_tool_separator.py*": "the demo model does not call",
-    "*test_remote_vllm_server.py*": "it tests the server of vLLM's own tests",
-}
-"""Patterns of a case, or of its message, and why it cannot run or be judged here."""
+VERDICTS = HERE / "vllm_verdicts.json"
+
+
+class Verdict(NamedTuple):
+    """Why some cases fail."""
+
+    kind: str
+    """documented: docs/coming-from-vllm.md has the row `why`. elsewhere: the case cannot run or be judged here."""
+    why: str
+    said: str
+    """A part of the message with which the cases fail."""
+    cases: frozenset[str]
+
+    @classmethod
+    def read(cls) -> list[Verdict]:
+        stored = json.loads(VERDICTS.read_text())
+        return [cls(each["kind"], each["why"], each["said"], frozenset(each["cases"])) for each in stored]
+
+    def is_of(self, case: dict[str, Any]) -> bool:
+        return case["case"] in self.cases and self.said in case["message"]
+
+
+def make_adapter(demo: Path, folder: Path) -> None:
+    """A LoRA adapter of the demo model, with small weights at random."""
+    config = json.loads((demo / "config.json").read_text())
+    head, hidden = config["head_dim"], config["hidden_size"]
+    widths = {"q_proj": head * config["num_attention_heads"], "v_proj": head * config["num_key_value_heads"]}
+    random = torch.Generator().manual_seed(0)
+    weights = dict[str, torch.Tensor]()
+    for layer in range(config["num_hidden_layers"]):
+        for part in ADAPTED:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}.lora"
+            weights[f"{name}_A.weight"] = torch.randn(RANK, hidden, generator=random) / hidden
+            weights[f"{name}_B.weight"] = torch.randn(widths[part], RANK, generator=random) / hidden
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    asked = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ADAPTED, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps({"bias": "none", "lora_dropout": 0.0, **asked}))
+
+
+def overlay(sources: Path, folder: Path) -> Path:
+    """The sources, with the stand-ins in place of the helpers of vLLM's tests, for the engines' processes too."""
+    for one, kept in ((sources, "tests"), (sources / "tests", "")):
+        target = folder / one.relative_to(sources)
+        target.mkdir(parents=True)
+        for each in one.iterdir():
+            if each.name not in (kept, "vllm", "utils.py", "conftest.py"):
+                (target / each.name).symlink_to(each)
+    for name in ("utils", "conftest"):
+        (folder / "tests" / f"{name}.py").write_text(
+            f"import sys\nsys.path.append({str(HERE)!r})\nimport vllm_stand_ins\nvllm_stand_ins.install()\n"
+            "__getattr__ = vllm_stand_ins.named\n"
+        )
+    return folder
 
 
 def link_models(sources: Path, files: list[Path], demo: Path, home: Path) -> None:
@@ -190,10 +183,15 @@ def link_models(sources: Path, files: list[Path], demo: Path, home: Path) -> Non
         for part in ("refs", f"snapshots/{revision}"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / "refs" / "main").write_text(revision)
+        if name in ADAPTERS:
+            make_adapter(demo, folder / "snapshots" / revision)
+            continue
         for file in demo.iterdir():
             if file.name != "config.json":
                 (folder / "snapshots" / revision / file.name).symlink_to(file)
-        config = json.loads((demo / "config.json").read_text()) | {"max_position_embeddings": CONTEXT}
+        config = json.loads((demo / "config.json").read_text()) | {
+            "max_position_embeddings": CONTEXTS.get(name, CONTEXT)
+        }
         (folder / "snapshots" / revision / "config.json").write_text(json.dumps(config))
 
 
@@ -211,6 +209,7 @@ def run_files(sources: Path, files: list[Path], work: Path, seconds: float) -> l
     }
     command = [sys.executable, str(HERE / "vllm_stand_ins.py"), str(sources), str(results), *map(str, files)]
     log_file = work / f"{files[0].stem}.log"
+    cut = list[dict[str, Any]]()
     with log_file.open("w") as log:
         process = subprocess.Popen(
             command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -218,7 +217,9 @@ def run_files(sources: Path, files: list[Path], work: Path, seconds: float) -> l
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            print(f"{[file.stem for file in files]}: not all was run in {seconds:g} s")
+            message = f"not all was run in {seconds:g} s"
+            print(f"{[file.stem for file in files]}: {message}")
+            cut.append({"case": f"{files[-1].relative_to(sources / 'tests')}::the rest", "message": message})
         finally:
             for each in (signal.SIGTERM, signal.SIGKILL):
                 try:
@@ -229,6 +230,7 @@ def run_files(sources: Path, files: list[Path], work: Path, seconds: float) -> l
                     process.poll() is None and process.wait(30)
             process.wait()
     found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    found += [{**each, "outcome": "failed"} for each in cut]
     for each in found:
         each["file"] = each["case"].split("::")[0]
     names = {str(file.relative_to(sources / "tests")) for file in files} - {each["file"] for each in found}
@@ -264,13 +266,7 @@ def keep(raw: Path | None, found: list[dict[str, Any]]) -> None:
             file.writelines(json.dumps(each) + "\n" for each in found)
 
 
-def matches(table: dict[str, str], case: dict[str, Any]) -> Iterator[str]:
-    for pattern, reason in table.items():
-        if fnmatch.fnmatchcase(case["case"], pattern) or (" " in pattern and pattern in case["message"]):
-            yield reason
-
-
-def judge(case: dict[str, Any]) -> dict[str, Any]:
+def judge(case: dict[str, Any], verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """The case with its kind: passed, inside, skipped, documented, elsewhere, or undocumented."""
     if case["outcome"] == "passed":
         return {**case, "kind": "passed"}
@@ -278,9 +274,9 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
         return {**case, "kind": "inside", "why": case["message"].split("inside vLLM: ", 1)[1].split("'")[0].strip()}
     if case["outcome"] in ("skipped", "module skipped"):
         return {**case, "kind": "skipped"}
-    for kind, table in (("documented", DOCUMENTED), ("elsewhere", ELSEWHERE)):
-        for why in matches(table, case):
-            return {**case, "kind": kind, "why": why}
+    for each in verdicts:
+        if each.is_of(case):
+            return {**case, "kind": each.kind, "why": each.why}
     return {**case, "kind": "undocumented"}
 
 
@@ -316,7 +312,8 @@ def main() -> int:
     parser.add_argument("--raw", type=Path, help="file of outcomes: read if it exists, written otherwise")
     asked = parser.parse_args()
     sources = asked.sources.resolve()
-    missing = sorted(row for row in set(DOCUMENTED.values()) if row not in DOCS.read_text())
+    verdicts, docs = Verdict.read(), DOCS.read_text()
+    missing = sorted({each.why for each in verdicts if each.kind == "documented" and each.why not in docs})
     if missing:
         sys.exit(f"{DOCS.name} does not say: {missing}")
     files = sorted({file for pattern in FILES for file in (sources / "tests").glob(pattern)})
@@ -327,17 +324,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         link_models(sources, files, asked.demo.resolve(), work / "home")
-        if not done:
-            done = of_insides(sources, files)
-            keep(asked.raw, done)
+        laid = overlay(sources, work / "sources")
         known = {each["file"] for each in done}
+        files = [file for file in files if str(file.relative_to(sources / "tests")) not in known]
+        inside = of_insides(sources, files)
+        done += inside
+        keep(asked.raw, inside)
+        known = {each["file"] for each in inside}
         for group in groups([file for file in files if str(file.relative_to(sources / "tests")) not in known]):
-            found = run_files(sources, group, work, asked.seconds)
+            found = run_files(laid, [laid / file.relative_to(sources) for file in group], work, asked.seconds)
             done += found
             keep(asked.raw, found)
-            counts = collections.Counter(judge(each)["kind"] for each in found)
+            counts = collections.Counter(judge(each, verdicts)["kind"] for each in found)
             print(f"{group[0].stem}, {len(group)} files: {dict(counts)}", flush=True)
-    results = show([judge(each) for each in done])
+    results = show([judge(each, verdicts) for each in done])
+    for each in verdicts:
+        for case in sorted(each.cases - {one["case"] for one in done if each.is_of(one)}):
+            print(f"not met: {case}: {each.why}")
     told = {each["file"] for each in done}
     results["not_run"] = [name for name in all_files if name not in told]
     if asked.report:

@@ -127,7 +127,7 @@ class Server:
         max_wait_seconds: float | None = None,
         override_hf_configs: dict[str, Any] | None = None,
     ) -> None:
-        arguments = without_adapters([str(each) for each in vllm_serve_args])
+        arguments = [*map(str, vllm_serve_args), "--metrics-prefix", "vllm"]
         self.uds = arguments[arguments.index("--uds") + 1] if "--uds" in arguments else None
         self.host, self.port = "127.0.0.1", None
         if auto_port and not self.uds:
@@ -203,17 +203,6 @@ class Server:
     def _client_options(self, path: str, given: dict[str, Any]) -> dict[str, Any]:
         base = self.url_for(path) if path else self.url_root
         return {"base_url": base, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600, **given}
-
-
-def without_adapters(arguments: list[str]) -> list[str]:
-    """The arguments without those of LoRA adapters, which are refused here: the base model's cases run then."""
-    found, skips = list[str](), False
-    for each in arguments:
-        if each.startswith("--"):
-            skips = "lora" in each
-        if not skips:
-            found.append(each)
-    return found
 
 
 class Asset:
@@ -381,6 +370,7 @@ HELPERS: dict[str, Any] = {
     "large_gpu_mark": lambda min_gb: pytest.mark.skip(reason="needs GPUs"),
     "large_gpu_test": without_gpus,
     "requires_fp8": pytest.mark.skip(reason="needs GPUs"),
+    "requires_spawn_multiprocessing": lambda: True,
     "set_random_seed": lambda seed: __import__("torch").manual_seed(seed),
     "flat_product": lambda *lists: __import__("itertools").product(*lists),
     "wait_for_gpu_memory_to_clear": lambda **_: None,
@@ -388,10 +378,17 @@ HELPERS: dict[str, Any] = {
 }
 
 
+def named(name: str) -> Any:
+    """A name of the helpers, which the engines' processes ask for too."""
+    if name.startswith(("__", "pytest_", "collect_ignore")):
+        raise AttributeError(name)
+    return HELPERS[name] if name in HELPERS else inside(f"tests.utils.{name}")
+
+
 def install() -> None:
     """Replaces vllm and the helpers in this process."""
     for name in AS_VLLM:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
     sys.meta_path.insert(0, Modules())
 
 
