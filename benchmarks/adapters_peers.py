@@ -28,6 +28,8 @@ VENVS = {"vllm": "vllm", "peft": "hf", "llama.cpp": "llamacpp"}
 CASES = {"prefill_1024": (1, 1024, 1), "decode_8": (8, 16, 64)}
 """Prompts, tokens of each, and tokens of each answer."""
 RANK, NUM_ADAPTERS = 16, 8
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2}  # fmt: skip
 Run = Callable[[list[list[int]], int, Sequence[int | None]], None]
 """(prompts, tokens of each answer, the number of each prompt's adapter)"""
 
@@ -175,15 +177,15 @@ def write_all(shape: str, folder: Path) -> None:
     from safetensors.torch import load_file
     from tiny_gguf import save_adapter, save_gguf
 
-    sizes = SHAPES[shape]
+    sizes = SHAPES.get(shape, TINY)
     config = transformers.LlamaConfig(vocab_size=VOCAB_SIZE, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     save_gguf(model, folder / "model.gguf", GGMLQuantizationType.BF16)
     for number in range(NUM_ADAPTERS):
-        path = write_adapter(folder / f"adapter {number}", sizes, RANK, number)
-    tensors = load_file(folder / "adapter 0" / path.glob("*.safetensors").__next__().name)
+        write_adapter(folder / f"adapter {number}", sizes, RANK, number)
+    tensors = load_file(folder / "adapter 0" / "adapter_model.safetensors")
     factors = {
         name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): (a, tensors[name.replace("_A.", "_B.")])
         for name, a in tensors.items()
@@ -197,7 +199,7 @@ def write_all(shape: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--shape", default="135m", choices=("135m", "1.7b"))
+    parser.add_argument("--shape", default="135m", choices=("135m", "1.7b", "tiny"), help="tiny: to try the script")
     parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", nargs=2, metavar=("NAME", "FOLDER"))

@@ -24,6 +24,7 @@ from headrace.executor.adapters.adapter import (
 from headrace.executor.adapters.peft_config import AdapterConfig, read_config
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
+from headrace.ipc.adapters import CONFIG_NAME
 from headrace.ipc.failure import MissingAdapterError, ModelError
 from headrace.ipc.process.log import printable
 
@@ -49,10 +50,10 @@ def read_peft(path: str, max_rank: int, most_elements: int) -> Adapter:
     more than most_elements values in all its tensors."""
     folder = Path(path)
     if not folder.is_dir():
-        what, kind = "is no folder, nor a .gguf file", ModelError
-        if not folder.exists():
-            what, kind = "does not exist", MissingAdapterError
-        raise kind(f"the adapter {path} {what}: it should have adapter_config.json and {SAFETENSORS}")
+        if folder.exists():
+            hint = f"give its folder, {folder.parent}" if (folder.parent / CONFIG_NAME).exists() else ""
+            raise ModelError(f"the adapter {path} is neither a folder nor a .gguf file", hint=hint)
+        raise MissingAdapterError(f"the adapter {path} does not exist: it should have {CONFIG_NAME} and {SAFETENSORS}")
     config = read_config(folder)
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):
         if rank > max_rank:

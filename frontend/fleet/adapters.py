@@ -192,8 +192,10 @@ class FleetAdapters:
                 self.heard(engine, (await engine.client.control(command, None)).adapters)
 
     async def find(self, lora_int_id: int) -> str | None:
-        """The name behind a number, if such an adapter is registered."""
-        return self._names.get(lora_int_id) if lora_int_id in await self.numbers() else None
+        """The name behind a number, if such an adapter is registered. A name may have been given several."""
+        await self.numbers()
+        name = self._names.get(lora_int_id, "")
+        return name if name in self._known else None
 
     async def numbers(self) -> set[int]:
         """The numbers of all registered adapters. One that no LoRARequest of this process named gets a free one."""

@@ -206,6 +206,13 @@ def test_files_that_are_missing_or_damaged_are_named(case: str, tmp_path: Path) 
     assert isinstance(refusal.value, MissingAdapterError) == (case in ("no folder", "no config"))
 
 
+def test_a_file_of_an_adapter_leads_to_its_folder(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match=r"is neither a folder nor a \.gguf file") as refusal:
+        slots().load(0, str(path / "adapter_model.safetensors"))
+    assert refusal.value.hint == f"give its folder, {path}"
+
+
 def test_a_repositorys_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(write(tmp_path / "adapter"))
     asked = list[tuple[str, str | None, list[str]]]()

@@ -153,6 +153,8 @@ def test_the_same_name_with_another_path_is_another_adapter(llm: LLM, sql: LoRAR
     assert first == again != second
     alone = LoRARequest("alone", 3, namesake.lora_path)
     assert tokens(llm.generate("a", GREEDY, use_tqdm=False, lora_request=alone)) == [second]
+    assert llm.remove_lora(1) is True, "by either number of the name"
+    assert llm.remove_lora(2) is False
 
 
 def test_an_adapter_is_read_again_in_place_once_for_each_object(llm: LLM, sql: LoRARequest, tmp_path: Path) -> None:

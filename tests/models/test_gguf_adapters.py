@@ -109,7 +109,19 @@ def dense(spec: ArchSpec, adapter: Adapter) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - NO_ADAPTER.keys()))
+ONE_OF_A_KIND = {
+    *("llama, shared heads, tied", "phi3", "falcon", "bloom", "mixtral", "qwen3moe", "glm4", "internlm2", "lfm2"),
+}
+"""The others convert their tensors as one of these, and take their time together."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ONE_OF_A_KIND else pytest.mark.system)
+        for name in sorted(CASES.keys() - NO_ADAPTER.keys())
+    ],
+)
 def test_an_adapter_in_gguf_adds_to_each_matrix_what_pefts_does(name: str, tmp_path: Path) -> None:
     """For a model in either form."""
     case = CASES[name].make()
@@ -123,7 +135,7 @@ def test_an_adapter_in_gguf_adds_to_each_matrix_what_pefts_does(name: str, tmp_p
         assert found.keys() == wanted.keys()
         assert len(wanted) >= 3
         for matrix, values in wanted.items():
-            torch.testing.assert_close(found[matrix], values, msg=lambda why, matrix=matrix: f"{matrix}: {why}")
+            assert torch.allclose(found[matrix], values, rtol=1e-5, atol=1e-5), matrix
 
 
 def factors_of(folder: Path) -> Factors:
@@ -186,9 +198,9 @@ def write(path: Path, module: str = QUERY, rank: int = 2, architecture: str = "L
 
 def test_what_the_metadata_says_is_computed(slots: AdapterSlots, tmp_path: Path) -> None:
     """Without an alpha, products are not scaled: as in llama.cpp."""
-    key = "adapter__alora__invocation_tokens"
+    tokens: dict[str, Any] = {"adapter__alora__invocation_tokens": [5, 6]}
     plain = slots.load(0, write(tmp_path / "a.gguf"))
-    active = slots.load(1, write(tmp_path / "b.gguf", **{key: [5, 6]}))
+    active = slots.load(1, write(tmp_path / "b.gguf", **tokens))
     unscaled = slots.load(1, write(tmp_path / "c.gguf", alpha=0.0, adapter__lora__task_name="sql"))
     assert (plain.rank, plain.invocation_tokens, active.invocation_tokens) == (2, (), (5, 6))
     assert len({plain.identity, active.identity, unscaled.identity}) == 3
