@@ -45,6 +45,7 @@ PAIR = re.compile(r"(.+)\.lora_([ab])")
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        "granitehybrid": ("BambaForCausalLM",),
         "llama": ("MistralForCausalLM", "MistralConsolidated", "MixtralForCausalLM", "InternLM3ForCausalLM"),
         "mamba": ("FalconMambaForCausalLM",),
         "olmo2": ("Olmo3ForCausalLM",),
@@ -179,6 +180,11 @@ def _first(record: TensorRecord, name: str, spec: ArchSpec) -> TensorRecord:
 def _fits(header: GGUFHeader, spec: ArchSpec) -> bool:
     """Raises ModelError for an adapter of another architecture than the model's."""
     name = str(header.metadata.get("general.architecture"))
+    if name == "falcon-h1":
+        raise ModelError(
+            f"the adapter {header.path}: models of falcon-h1 have multipliers that a GGUF file's matrices contain, so "
+            "that its adapters are not read; PEFT's folder is"
+        )
     if name in ARCHITECTURES:
         known = families()
         own = ARCHITECTURES[name].architecture, *ALSO.get(name, ())

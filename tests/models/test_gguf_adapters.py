@@ -44,6 +44,8 @@ NO_ADAPTER = {
     "gpt2": "the converter transposes factors that are not",
     "starcoder": "the same",
     **dict.fromkeys(("mamba", "mamba, falcon", "mamba2", "mamba2, one group, tied"), "no linear layers by these names"),
+    **dict.fromkeys(("falcon-h1", "falcon-h1, normed"), "refused: the converter multiplies rows"),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "their config lists layers under a name of its own"),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "gpt-oss", "llama4", "granitemoe"), "rows of other tensors"),
 }
 """Cases that are not converted here, or that are tested on their own."""
@@ -259,3 +261,12 @@ def test_files_that_are_no_adapters_are_named(slots: AdapterSlots, tmp_path: Pat
         (tmp_path / "two" / name).write_bytes(whole)
     with pytest.raises(ModelError, match=r"no readable adapter_config\.json"):
         slots.load(0, str(tmp_path / "two"))
+
+
+def test_an_adapter_whose_matrices_the_converter_multiplies_is_refused(slots: AdapterSlots, tmp_path: Path) -> None:
+    config = CASES["falcon-h1"].make().config
+    path = save_adapter(
+        "FalconH1ForCausalLM", config, {QUERY: (torch.ones(2, 64), torch.ones(64, 2))}, tmp_path / "a.gguf", 4.0
+    )
+    with pytest.raises(ModelError, match="multipliers"):
+        slots.load(0, str(path))
