@@ -130,7 +130,7 @@ def _scaling(header: GGUFHeader) -> GGUFScaling:
 def _modules(header: GGUFHeader, spec: ArchSpec) -> dict[str, AdapterModule]:
     """By the model's names."""
     firsts, seconds = _pairs(header)
-    own = records_by_name(header, seconds, spec, architecture_of(header).names) if _fits(header, spec) else {}
+    own = records_by_name(header, seconds, spec, architecture_of(header)) if _fits(header, spec) else {}
     if unknown := sorted(name for name, record in own.items() if name == record.name.removesuffix(".lora_b")):
         shown = ", ".join(unknown[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if unknown[SHOWN:] else "")
         raise ModelError(

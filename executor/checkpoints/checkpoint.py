@@ -141,6 +141,10 @@ class Checkpoint:
         from headrace.executor.checkpoints.weights import Weights
 
         weights = replace(Weights.of(self._source(shapes, place)), as_loaded=self.as_loaded)
+        if self.config.get("lora_adaptations"):
+            from headrace.executor.checkpoints.merged_tasks import with_task
+
+            weights = with_task(weights, self.config)
         if self.on_read is None:
             return weights
         from headrace.executor.checkpoints.progress import watched

@@ -105,6 +105,8 @@ class Classifier:
     """Of which tokens' hidden states it is computed: of ALL for each by itself."""
     layers: tuple[HeadLayer, ...]
     num_labels: int
+    head_first: bool = False
+    """The layers are computed of all tokens, and then pooled."""
 
 
 def num_labels(config: Mapping[str, Any]) -> int:

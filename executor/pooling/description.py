@@ -22,6 +22,7 @@ from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
+from headrace.executor.models.families.llama_bidirectional import POOLINGS
 from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm
 from headrace.executor.pooling.output import PooledOutput
 from headrace.executor.pooling.pooler import TOKEN_POOLINGS
@@ -55,7 +56,7 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
     """
     config, folder = pooler_config_of(options.pooler_config), None
     if options.runner != "generate":
-        folder = sentence_folder(checkpoint.config_folder or checkpoint.path)
+        folder = _folder_of(checkpoint, pools=options.runner == "pooling" or not spec.is_causal)
     if options.runner == "generate" and not spec.is_causal:
         raise ModelError(
             f"the tokens of {checkpoint.name} attend to the tokens after them, so that it cannot generate: use "
@@ -64,11 +65,10 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
     yes_no = None
     if options.runner != "generate" and options.convert in ("auto", "classify"):
         yes_no = yes_no_of((options.model, str(checkpoint.config.get("_name_or_path", ""))), checkpoint.config)
-    if yes_no is not None:
+    if yes_no is not None and spec.classifier is None:
         heads = (*spec.names.lm_heads, spec.names.embedding)
         spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
     by_itself = not spec.is_causal or spec.classifier is not None or causal_architecture(checkpoint.config) is not None
-    by_itself = by_itself or (options.runner != "generate" and _of_file(checkpoint) not in (None, "ALL"))
     pools = options.runner == "pooling" or (
         options.runner == "auto" and (folder is not None or by_itself or options.convert not in ("auto", "none"))
     )
@@ -92,6 +92,14 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
             return tasks
         return replace(tasks, pooling=msgspec.structs.replace(tasks.pooling, pair_format=yes_no.pair_format))
     return _embedding(checkpoint, config, folder, spec, pools=pools)
+
+
+def _folder_of(checkpoint: Checkpoint, *, pools: bool) -> SentenceFolder | None:
+    """pools: whether it does so whatever its files say. A GGUF file of a decoder may say that nothing is pooled."""
+    if checkpoint.gguf is not None and checkpoint.config_folder is None:
+        found = checkpoint.gguf.pooling
+        return found if pools or found is None or found.tokens != "ALL" else None
+    return sentence_folder(checkpoint.config_folder or checkpoint.path)
 
 
 def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
@@ -130,7 +138,10 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
         max_tokens=None if folder is None else folder.max_tokens,
         outputs={
             kind: PooledOutput(
-                classifier.tokens, classifier.layers, _class_activation(checkpoint.config, classifier.num_labels)
+                classifier.tokens,
+                classifier.layers,
+                _class_activation(checkpoint.config, classifier.num_labels),
+                classifier.head_first,
             )
         },
     )
@@ -178,8 +189,8 @@ def _embedding(
         raise ModelError(
             f"the folder's Pooling module makes vectors of {folder.width} values, and the model of {width}"
         )
-    default = "LAST" if spec.has_head else "CLS"
-    tokens = config.tokens or (folder.tokens if folder is not None else _of_file(checkpoint) or default)
+    by_config = POOLINGS.get(str(checkpoint.config.get("pooling")), "LAST" if spec.has_head else "CLS")
+    tokens = config.tokens or (folder.tokens if folder is not None else by_config)
     if tokens not in TOKEN_POOLINGS:
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
@@ -224,11 +235,6 @@ def _embedding(
         widths=tuple(widths[kind] for kind in kinds),
     )
     return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
-
-
-def _of_file(checkpoint: Checkpoint) -> str | None:
-    """The way of pooling that a GGUF file names. Raises ModelError."""
-    return None if checkpoint.gguf is None else checkpoint.gguf.pooling
 
 
 def _outputs(

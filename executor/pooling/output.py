@@ -20,7 +20,7 @@ class PooledOutput:
     activation: str = "normalize"
     """Behind the layers, one of `FUNCTIONS` (executor/pooling/head.py)."""
     head_first: bool = False
-    """The layers come before the pooling, which is MAX."""
+    """The layers come before the pooling."""
     is_sparse: bool = False
     """The result are pairs of a token id and its weight above 0: of ALL, the largest of each of the prompt's tokens;
     else those values of the vector over the vocabulary that are not 0."""

@@ -52,7 +52,7 @@ def yes_no_of(names: tuple[str, ...], config: Mapping[str, Any]) -> YesNo | None
     given = config.get("classifier_from_token")
     known = next((found for part, found in KNOWN.items() if any(part in name.lower() for name in names)), None)
     if given is None:
-        return known
+        return YesNo(("yes", "no"), QWEN3) if config.get("is_original_qwen3_reranker") else known
     if not (isinstance(given, list) and len(given) in (1, 2) and all(isinstance(each, str) for each in given)):
         raise ModelError(
             f"the config's classifier_from_token is {given!r:.100}; a list of the token for yes, or of those for no "

@@ -17,9 +17,10 @@ from published_models import PUBLISHED
 from published_models import config_of as published_config
 from tiny_encoders import ENCODERS, JINA_BERT, encoder_config
 from tiny_families import FOREIGN, foreign
-from tiny_models import COMMON, TinyModel
+from tiny_models import COMMON, TINY_MODELS, TinyModel
 
 from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
+from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS as GGUF_ENCODERS
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
@@ -35,6 +36,7 @@ from headrace.kernels.triton.versions import VERSIONS
 DOCS_PAGE = Path(__file__).parents[2] / "docs/models.md"
 MOST_TOKENS = 64
 LANGUAGE_MODEL = "LlavaForConditionalGeneration"
+BIDIRECTIONAL: dict[str, Any] = {"architectures": ["LlamaBidirectionalModel"], "pooling": "avg"}
 MARK = "<!-- what follows is written by tests/models/models_document.py: make docs -->\n"
 
 
@@ -50,7 +52,7 @@ class Row(NamedTuple):
 
 
 def native_rows() -> Iterator[Row]:
-    gguf = {source.architecture for source in CASES.values()}
+    gguf = {source.architecture for source in CASES.values()} | {each.architecture for each in GGUF_ENCODERS.values()}
     known = families()
     tested: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
     for tests, table in TABLES:
@@ -63,6 +65,7 @@ def native_rows() -> Iterator[Row]:
         (architecture,) = encoder_config(name)["architectures"]
         tested.setdefault(architecture, ("test_encoders", partial(encoder_config, name)))
     tested[JINA_BERT["architectures"][0]] = ("test_encoders", lambda: JINA_BERT)
+    tested[BIDIRECTIONAL["architectures"][0]] = ("test_embed", lambda: config_of(TINY_MODELS["llama"]) | BIDIRECTIONAL)
     for architecture in sorted(known, key=str.lower):
         twin = next((name for name in tested if known.get(name) is known[architecture]), None)
         assert twin is not None, f"no test runs a model of {architecture}"

@@ -161,6 +161,19 @@ def test_how_prompts_are_divided_changes_no_bit(llm: LLM, folder: Path, options:
         assert torch.equal(vectors(other, prompts), vectors(llm, prompts))
 
 
+def test_nine_long_texts_at_once_are_those_of_each_alone(llm: LLM, folder: Path) -> None:
+    """Of vLLM's PR 48214, where a step's buffers were filled again while a chunk was still reading them."""
+    texts = ["".join(chr(97 + (number * 7 + at * at) % 26) for at in range(32_766)) for number in range(9)]
+    cut = {"truncate_prompt_tokens": -1}
+    alone = torch.cat([vectors(llm, [text], **cut) for text in texts])
+    options = {"async_scheduling": True, "max_num_batched_tokens": 256}
+    with LLM(str(folder), in_process=True, **(ENGINE | options)) as other:
+        assert torch.equal(vectors(other, texts, **cut), alone)
+        with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: the prompt has \d+ tokens"):
+            other.embed(texts, use_tqdm=False)
+        assert torch.equal(vectors(other, texts[:2], **cut), alone[:2]), "nothing is left behind"
+
+
 @pytest.mark.parametrize("size", [(2, 1), (1, 2)], ids=["tensor parallel", "pipeline"])
 def test_two_ranks(pool_for_each_rank: None, folder: Path, size: tuple[int, int]) -> None:
     prompts = prompts_of()
@@ -503,6 +516,34 @@ def test_a_model_whose_tokens_attend_to_those_after_them(name: str, tmp_path: Pa
         LLM(str(folder), in_process=True, **(options | {"runner": "generate"}))
     with pytest.raises(OptionError, match="attend to those after them"):
         LLM(str(folder), in_process=True, max_num_batched_tokens=64, **options)
+
+
+@pytest.mark.parametrize("pooling", ["avg", "cls", "last"])
+def test_nvidias_bidirectional_llama_pools_as_its_config_says(pooling: str, tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    prompts = [[token % 100 for token in prompt] for prompt in prompts_of()[:6]]
+    with torch.inference_mode():
+        states = [_model(folder)(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+    pooled = torch.stack([{"avg": each.mean(0), "cls": each[0], "last": each[-1]}[pooling] for each in states])
+    scores = torch.randn(1, pooled.shape[1], generator=torch.Generator().manual_seed(0))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    del config["is_causal"]
+    options = ENGINE | {"max_model_len": 300, "skip_tokenizer_init": True}
+    for kind in ("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification"):
+        named = {"architectures": [kind], "model_type": "llama_bidirec", "pooling": pooling, "num_labels": 1}
+        (folder / "config.json").write_text(json.dumps(config | named | {"temperature": 0.2}))
+        classifies = kind.endswith("Classification")
+        added = {"score.weight": scores} if classifies else {}
+        save_file(weights | added, folder / "model.safetensors", metadata={"format": "pt"})
+        with LLM(str(folder), in_process=True, **options) as llm:
+            if classifies:
+                found = torch.tensor([output.outputs.probs for output in llm.classify(prompts, use_tqdm=False)])
+                assert (found - (pooled @ scores.T).sigmoid()).abs().max() < 1e-5
+            else:
+                assert_close(vectors(llm, prompts), torch.nn.functional.normalize(pooled, dim=1))
 
 
 def test_a_row_whose_states_are_not_finite_fails_alone(plain: Path, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_embed import as_sentence_folder, assert_close, vectors
 from tiny_encoders import ENCODERS, JINA_BERT, VOCAB_SIZE, save_encoder
 from torch import Tensor
 
-from headrace import LLM, InvalidRequestError, PoolingParams
+from headrace import LLM, InvalidRequestError, ModelError, PoolingParams
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 200)
 ENGINE: dict[str, Any] = {
@@ -95,6 +95,10 @@ CLASSIFIERS = [
     ("nomic_bert", "ForSequenceClassification", 2),
     ("gte", "ForSequenceClassification", 1),
     ("gte", "ForTokenClassification", 3),
+    ("jina_v3", "ForSequenceClassification", 2),
+    ("jina_v3", "ForTokenClassification", 3),
+    ("eurobert", "ForSequenceClassification", 3),
+    ("eurobert", "ForTokenClassification", 3),
 ]
 
 
@@ -106,6 +110,12 @@ def test_classes_are_those_of_transformers(tmp_path: Path, name: str, end: str, 
 
 def test_modernbert_classifies_the_mean_where_its_config_says_so(tmp_path: Path) -> None:
     save_encoder("modernbert", tmp_path, "ForSequenceClassification", num_labels=3, classifier_pooling="mean")
+    check_classifier(tmp_path, "AutoModelForSequenceClassification")
+
+
+@pytest.mark.parametrize("pooling", ["bos", "mean"])
+def test_eurobert_classifies_a_pooled_state_where_its_config_says_so(tmp_path: Path, pooling: str) -> None:
+    save_encoder("eurobert", tmp_path, "ForSequenceClassification", num_labels=3, classifier_pooling=pooling)
     check_classifier(tmp_path, "AutoModelForSequenceClassification")
 
 
@@ -143,6 +153,48 @@ def check_classifier(folder: Path, kind: str) -> None:
         assert (logits - wanted).abs().max() < 1e-4
         shares = wanted.sigmoid() if wanted.shape[-1] == 1 else wanted.softmax(-1)
         assert (probabilities - shares).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("task", [None, "retrieval.query"])
+def test_jina_3_as_published_has_one_task_merged(tmp_path: Path, task: str | None) -> None:
+    """Matrices are parametrizations with the factors of all tasks; without a name it is vLLM's."""
+    tasks, rank, alpha = ["retrieval.query", "text-matching"], 4, 2
+    merged = save_encoder("jina_v3", tmp_path / "merged")
+    weights, state = load_file(merged / "model.safetensors"), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in list(weights.items()):
+        if weight.dim() != 2 or name.startswith("pooler"):
+            state[f"roberta.{name}"] = weight
+            continue
+        rows, columns = weight.shape
+        is_embedding = "embeddings" in name
+        first, second = ((rows, rank), (rank, columns)) if is_embedding else ((rank, columns), (rows, rank))
+        a, b = (0.3 * torch.randn(2, *shape, generator=generator) for shape in (first, second))
+        stem = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight."
+        state |= {f"{stem}original": weight, f"{stem}0.lora_A": a, f"{stem}0.lora_B": b}
+        at = tasks.index(task or "text-matching")
+        weights[name] = weight + alpha / rank * (a[at] @ b[at] if is_embedding else b[at] @ a[at])
+    save_file(weights, merged / "model.safetensors")
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    config = json.loads((merged / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {
+        "architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "position_embedding_type": "rotary",
+        "rotary_emb_base": 20000.0, "lora_adaptations": tasks, "lora_alpha": alpha, "lora_rank": rank,
+        "lora_dropout_p": 0.0, "lora_main_params_trainable": False, "task_instructions": {}, "use_flash_attn": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | ({} if task is None else {"default_task": task})))
+    found = []
+    for each in (merged, folder):
+        as_sentence_folder(each, MEAN)
+        with LLM(str(each), in_process=True, **ENGINE) as llm:
+            found.append(vectors(llm, prompts_of((1, 17, 64))))
+    assert_close(found[1], found[0])
+    (folder / "config.json").write_text(json.dumps(config | {"default_task": "other"}))
+    with pytest.raises(ModelError, match=r"default_task is 'other'; its lora_adaptations are retrieval\.query, text-"):
+        LLM(str(folder), in_process=True, **ENGINE)
 
 
 def test_jina_bert_has_alibi_to_both_sides_and_a_gated_ffn(tmp_path: Path) -> None:
@@ -191,3 +243,13 @@ def test_jina_bert_has_alibi_to_both_sides_and_a_gated_ffn(tmp_path: Path) -> No
     prompts = prompts_of((1, 17, 200))
     with LLM(str(tmp_path), in_process=True, **ENGINE) as llm:
         assert_close(vectors(llm, prompts), torch.stack([compute(each) for each in prompts]))
+
+
+def test_vectors_with_int8_weights_are_those_of_floats_nearly(tmp_path: Path) -> None:
+    folder, prompts = save_encoder("bert", tmp_path / "model"), prompts_of()
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        exact = vectors(llm, prompts)
+    with LLM(str(folder), in_process=True, quantization="int8", **ENGINE) as llm:
+        found = vectors(llm, prompts)
+    assert torch.cosine_similarity(exact, found).min() > 0.999
+    assert not torch.equal(exact, found)

@@ -13,6 +13,7 @@ from test_mixtures import MIXTURE_ERROR, error, logits_of, program_of
 
 from headrace import LLM, SamplingParams
 from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES
+from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL
 from headrace.executor.models.families import spec_from_config
@@ -37,7 +38,8 @@ def test_a_gguf_file_gives_the_tokens_of_transformers(name: str, tmp_path: Path)
 
 
 def test_every_architecture_that_the_page_of_models_says_is_read_from_gguf_is_compared() -> None:
-    compared = {source.architecture for source in CASES.values()}
+    by_others = {each.architecture for each in ENCODERS.values()}  # test_gguf_encoders
+    compared = {source.architecture for source in CASES.values()} | by_others
     promised = {each.architecture for each in (*ARCHITECTURES.values(), MIXTRAL)}
     said = {architecture for architecture, said in GGUF_COLUMN.findall(PAGE.read_text()) if said == "yes"}
     assert promised <= said == compared

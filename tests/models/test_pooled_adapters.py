@@ -225,3 +225,8 @@ def test_vectors_take_an_adapter_in_python_and_over_http(tmp_path: Path) -> None
 
         assert embedding("domain") == pytest.approx(found[0], abs=1e-6)
         assert embedding(str(folder)) == pytest.approx(found[1], abs=1e-6)
+        asked = client.post("/v1/embeddings", json={"input": PROMPTS[2], "task": "domain"}).json()
+        assert asked["data"][0]["embedding"] == pytest.approx(found[0], abs=1e-6)
+        refused = client.post("/v1/embeddings", json={"input": PROMPTS[2], "task": "retrieval.query"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "task")
+        assert refused.json()["error"]["message"].endswith("the model's adapters are: domain")

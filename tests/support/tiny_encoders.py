@@ -52,6 +52,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
          "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
          "pad_token_id": 2},
     ),
+    "jina_v3": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
+    "eurobert": (
+        "EuroBert",
+        {"num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 2, "mask_token_id": 3},
+    ),
     "t5": ("T5Encoder", {**_T5, "feed_forward_proj": "relu"}),
     "t5_gated": ("T5Encoder", {**_T5, "feed_forward_proj": "gated-gelu"}),
     "umt5": ("UMT5Encoder", {**_T5, "feed_forward_proj": "gated-gelu"}),

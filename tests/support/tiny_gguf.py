@@ -147,7 +147,7 @@ def convert(
 
 def _name_in_file(names: gguf.TensorNameMap, name: str) -> str:
     stem, suffix = name.rsplit(".", 1)
-    own = stem if stem.startswith("blk.") else names.get_name(stem) or names.get_name(name)
+    own = stem if stem.startswith(("blk.", "cls.")) else names.get_name(stem) or names.get_name(name)
     assert own is not None, f"the tables do not know {stem}"
     return f"{own}.{suffix}"
 

@@ -16,3 +16,16 @@ def add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
         pair=[*first, "$A", *last, *(f"{text}:1" for text in first), "$B:1", *(f"{text}:1" for text in last)],
         special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(ends)],
     )
+
+
+def add_ends_of_encoder(tokenizer: Any, first: str, last: str, *, is_doubled: bool) -> None:
+    """Puts `first` and `last` around a text, and `last` between two texts. is_doubled: twice, and both texts have one
+    type of tokens, as RoBERTa has them; otherwise they have two, as BERT's."""
+    from tokenizers import processors
+
+    between, kind = ([last, last], 0) if is_doubled else ([last], 1)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", *between, f"$B:{kind}", f"{last}:{kind}"],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys((first, last))],
+    )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families import Config, Family, jina_v3
 from headrace.executor.models.families._config import integer
 from headrace.executor.models.families._encoders import (
     LM_HEAD,
@@ -20,6 +20,8 @@ NAMES = replace(BERT, prefixes=("roberta.", "model.", ""))
 
 
 def build(config: Config) -> ArchSpec:
+    if config.get("position_embedding_type") == "rotary":
+        return jina_v3.build(config)
     check_positions(config)
     return encoder(
         config,
@@ -31,4 +33,6 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family((*heads_of("Roberta"), *heads_of("XLMRoberta"), *heads_of("Camembert")), build)
+FAMILY = Family(
+    (*heads_of("Roberta"), *heads_of("XLMRoberta"), *heads_of("Camembert")), build, ignored=jina_v3.FAMILY.ignored
+)

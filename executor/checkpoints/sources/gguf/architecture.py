@@ -49,6 +49,8 @@ class GGUFArchitecture:
     names: Mapping[str, str] = field(default_factory=dict)
     """The model's names of a layer's tensors that gguf's tables lack, by those in the file without `blk.N.`; either
     both complete, or both without what follows the last dot."""
+    heads: Mapping[str, str] = field(default_factory=lambda: {"cls.output": "score"})
+    """The model's names of a classifier's matrices, by the file's."""
     gating: tuple[int, ...] = (0, 1)
     """Values of `expert_gating_func` that the family computes: 0 not said, 1 softmax, 2 sigmoid, 3 softmax of the
     chosen experts."""
@@ -58,7 +60,8 @@ UNUSED: Mapping[str, str] = MappingProxyType(
     {
         "vocab_size": "the embedding's shape has it",
         "tensor_data_layout": "the name of a layout that is known by the architecture",
-        "pooling_type": "of embeddings alone; `pooling_from_gguf` reads it",
+        "pooling_type": "of vectors: `encoders.py` reads it",
+        "classifier.output_labels": "names: `encoders.py` reads them",
         "rope.dimension_sections": "in text alone, time, height and width are one position",
         "rope.scaling.finetuned": "how the scaling came about",
     }

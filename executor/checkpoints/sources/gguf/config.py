@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
 from headrace.executor.checkpoints.sources.gguf.dense import DENSE
+from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS, classifier_fields
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL, MIXTURES, mixture
 from headrace.executor.checkpoints.sources.gguf.recurrent import RECURRENT
@@ -22,7 +23,7 @@ from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
 logger = logging.getLogger(__name__)
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES, **RECURRENT})
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES, **RECURRENT, **ENCODERS})
 SAMPLING_KEYS = MappingProxyType(
     {
         "temp": "temperature",
@@ -32,10 +33,6 @@ SAMPLING_KEYS = MappingProxyType(
         "penalty_repeat": "repetition_penalty",
     }
 )
-POOLING_TYPES = MappingProxyType({0: "ALL", 1: "MEAN", 2: "CLS", 3: "LAST"})
-"""Ways of pooling by their numbers in files; 0 is a vector of each token."""
-RANKING = 4
-"""The number of a classifier of pairs of texts."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -105,6 +102,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config |= mixture(fields, config, architecture)
     if architecture.extra is not None:
         config |= architecture.extra(fields, config)
+    config |= classifier_fields(fields, config)
     _expect_common(fields, config)
     fields.check_unread()
     return config | _token_ids(header)
@@ -292,17 +290,3 @@ def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
             said = f"the metadata key {start}{key} is {given[key]!r:.80}; a number is expected"
             raise ModelError(f"{header.path}: {said}")
     return {name: given[key] for key, name in SAMPLING_KEYS.items() if key in given}
-
-
-def pooling_from_gguf(header: GGUFHeader) -> str | None:
-    """How the file's model pools hidden states; None if the file does not say. Raises ModelError for a way that is not
-    computed."""
-    key = f"{header.metadata.get('general.architecture')}.pooling_type"
-    value = header.metadata.get(key)
-    if value is None:
-        return None
-    if value not in POOLING_TYPES:
-        known = ", ".join(f"{number} ({name})" for number, name in POOLING_TYPES.items())
-        what = f"{value}, a classifier of pairs of texts" if value == RANKING else f"{value!r:.80}"
-        raise ModelError(f"{header.path}: the metadata key {key} is {what}; {known} are computed")
-    return POOLING_TYPES[value]

@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.gguf.config import (
-    architecture_of,
-    config_from_gguf,
-    pooling_from_gguf,
-    sampling_from_gguf,
-)
+from headrace.executor.checkpoints.sentence_folder import SentenceFolder
+from headrace.executor.checkpoints.sources.gguf.config import architecture_of, config_from_gguf, sampling_from_gguf
+from headrace.executor.checkpoints.sources.gguf.encoders import YES_NO_SCORE, pooling_of
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
@@ -67,10 +64,6 @@ class GGUFFile:
         return sampling_from_gguf(self.header)
 
     @property
-    def pooling(self) -> str | None:
-        return pooling_from_gguf(self.header)
-
-    @property
     def dtype_name(self) -> str:
         """The type of most of the file's bytes: float32, float16, bfloat16, or a quantised type such as Q4_1."""
         sizes: dict[str, int] = {}
@@ -95,8 +88,29 @@ class GGUFFile:
                 spec.names.query: config["num_attention_heads"],
                 spec.names.key: config["num_key_value_heads"],
             }
-        records = records_by_name(self.header, self.tensors, spec, self.architecture.names)
-        return joined_latent(spec, Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms)))
+        records = records_by_name(self.header, self.tensors, spec, self.architecture)
+        weights = Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms))
+        return _with_score(joined_latent(spec, weights)) if config.get(YES_NO_SCORE) else joined_latent(spec, weights)
+
+    @cached_property
+    def pooling(self) -> SentenceFolder | None:
+        """What the file says of the vectors of texts."""
+        return pooling_of(self.header)
+
+
+def _with_score(weights: Weights) -> Weights:
+    """One row in the place of those for yes and no."""
+    name = "score.weight"
+    columns = weights.shape(name)[-1]
+
+    def stored(_: str) -> StoredTensor:
+        def part(rows: slice | None, wanted: slice | None) -> Tensor:
+            yes, no = weights.get(name).to(torch.float32)
+            return (yes - no)[None][:, slice(*bounds(wanted, columns))]
+
+        return StoredTensor.plain((1, columns), "float32", part)
+
+    return weights.then("the logit of yes less that of no", frozenset({name}), stored)
 
 
 def _kept_bytes(record: TensorRecord) -> int:

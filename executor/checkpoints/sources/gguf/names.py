@@ -17,6 +17,7 @@ import numpy as np
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
 
 if TYPE_CHECKING:
+    from headrace.executor.checkpoints.sources.gguf.architecture import GGUFArchitecture
     from headrace.executor.models.arch import ArchSpec
 
 # Tensors that are read into the config, or that only llama.cpp uses.
@@ -33,11 +34,11 @@ LATENT_HALVES = ("k_b_proj", "v_b_proj")
 
 
 def records_by_name(
-    header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec, others: Mapping[str, str]
+    header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec, architecture: GGUFArchitecture
 ) -> dict[str, TensorRecord]:
     """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
-    and the decoder refuses it. others: as `GGUFArchitecture.names`."""
-    places, found = _Places(header, spec, others), dict[str, TensorRecord]()
+    and the decoder refuses it."""
+    places, found = _Places(header, spec, architecture.names), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
             continue
@@ -45,6 +46,12 @@ def records_by_name(
             found |= places.experts(int(match[1]), match[2], match[3], record)
         elif match := ONE_EXPERT.fullmatch(name):
             found[places.expert(int(match[1]), match[2], match[4], int(match[3]))] = record
+        elif spec.classifier is not None and name.rpartition(".")[0] in architecture.heads:
+            stem, _, kind = name.rpartition(".")
+            is_row = kind == "weight" and len(record.shape) == 1
+            found[f"{architecture.heads[stem]}.{kind}"] = (
+                replace(record, shape=(1, *record.shape)) if is_row else record
+            )
         else:
             found |= places.plain(name, record)
     found |= places.of_metadata(next(iter(tensors.values())))

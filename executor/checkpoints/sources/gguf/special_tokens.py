@@ -23,6 +23,7 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "llama": {"bos": 1, "eos": 2, "unknown": 0},
         "gpt2": {"bos": 11, "eos": 11},
         "t5": {"eos": 1, "unknown": 2, "padding": 0},
+        "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
     }
 )
 """Token ids of files that do not name them, by tokenizer.ggml.model and role. gpt2's are Falcon's: they hold only for

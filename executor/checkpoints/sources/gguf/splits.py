@@ -83,6 +83,8 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
     {
         **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "trillion"), _GPT2),
         **dict.fromkeys(("mpt", "olmo", "jais", "granite-docling"), _GPT2),
+        **dict.fromkeys(("roberta-bpe", "jina-es", "jina-de", "jina-v1-en"), replace(_GPT2, adds_bos=True)),
+        **dict.fromkeys(("jina-v2-es", "jina-v2-de", "jina-v2-code"), replace(_GPT2, adds_bos=True)),
         **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), Split(single_digits=True)),
         **dict.fromkeys(("codeshell", "minerva-7b", "mellum2"), Split(single_digits=True)),
         **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3),

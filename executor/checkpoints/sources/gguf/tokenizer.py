@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, StringArray
 from headrace.executor.checkpoints.sources.gguf.special_tokens import (
     CONTROL,
     KEY,
+    NORMAL,
     UNKNOWN,
     USER_DEFINED,
     special_token_id,
@@ -22,7 +24,7 @@ from headrace.executor.checkpoints.sources.gguf.special_tokens import (
 from headrace.executor.checkpoints.sources.gguf.splits import SPLITS, UNNAMED
 from headrace.executor.checkpoints.tokenizers.converted_tokenizers import WITHOUT
 from headrace.executor.checkpoints.tokenizers.sentencepiece_tokenizers import Pieces, sentencepiece_tokenizer
-from headrace.executor.checkpoints.tokenizers.text_ends import add_ends
+from headrace.executor.checkpoints.tokenizers.text_ends import add_ends, add_ends_of_encoder
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -53,7 +55,9 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
         )
     texts = list(tokens)
     special = _special_tokens(metadata, texts)
-    if kind in ("llama", "t5"):
+    if kind == "bert":
+        json_text = _word_piece(header, texts, special)
+    elif kind in ("llama", "t5"):
         json_text = _sentencepiece(header, texts, special)
     elif kind == "gpt2":
         json_text = _byte_level(header, texts, special)
@@ -110,7 +114,10 @@ def _sentencepiece(header: GGUFHeader, texts: list[str], special: Mapping[str, s
             ),
         ),
     )
-    _put_ends(tokenizer, metadata, special, adds_bos=not is_unigram, adds_eos=is_unigram)
+    if header.metadata.get("general.architecture") in ENCODERS:
+        _put_ends_of_encoder(tokenizer, header, special)
+    else:
+        _put_ends(tokenizer, metadata, special, adds_bos=not is_unigram, adds_eos=is_unigram)
     json_text: str = tokenizer.to_str()
     return json_text
 
@@ -131,6 +138,42 @@ def _put_ends(
         "eos_token": metadata.get(f"{KEY}add_eos_token", adds_eos),
     }
     add_ends(tokenizer, *(special.get(role) if is_put else None for role, is_put in asked.items()))
+
+
+def _put_ends_of_encoder(
+    tokenizer: Any, header: GGUFHeader, special: Mapping[str, str], *, is_doubled: bool = True
+) -> None:
+    """As BERT and RoBERTa are trained, whose heads read the first token. Raises ModelError for a file that does not say
+    which tokens they are."""
+    first, last = special.get("cls_token", special.get("bos_token")), special.get("sep_token", special.get("eos_token"))
+    if first is None or last is None:
+        raise ModelError(f"{header.path} does not say which tokens begin and end a text ({KEY}cls_token_id and others)")
+    add_ends_of_encoder(tokenizer, first, last, is_doubled=is_doubled)
+
+
+WORD_START = "\u2581"
+"""In a file before a token that begins a word; a published vocabulary has ## before the others."""
+
+
+def _word_piece(header: GGUFHeader, texts: list[str], special: Mapping[str, str]) -> str:
+    """The tokenizer.json of BERT's WordPiece. A vocabulary without capitals is one of texts in lower case."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    types, vocabulary, has_capitals = token_types(header, texts), dict[str, int](), False
+    for index, (text, kind) in enumerate(zip(texts, types, strict=True)):
+        if kind not in (CONTROL, UNKNOWN):
+            has_capitals |= kind == NORMAL and text != text.lower()
+            text = text.removeprefix(WORD_START) if text.startswith(WORD_START) else f"##{text}"
+        vocabulary.setdefault(text, index)
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special.get("unk_token", "[UNK]")))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not has_capitals)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    named = [text for text, kind in zip(texts, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in named])
+    _put_ends_of_encoder(tokenizer, header, special, is_doubled=False)
+    json_text: str = tokenizer.to_str()
+    return json_text
 
 
 def _byte_level(header: GGUFHeader, texts: list[str], special: Mapping[str, str]) -> str:
@@ -164,7 +207,10 @@ def _byte_level(header: GGUFHeader, texts: list[str], special: Mapping[str, str]
     tokenizer.decoder = decoders.ByteLevel()
     added = [(text, kind) for text, kind in zip(texts, token_types(header, texts), strict=True) if kind in ADDED]
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in added])
-    _put_ends(tokenizer, metadata, special, adds_bos=split.adds_bos)
+    if header.metadata.get("general.architecture") in ENCODERS:
+        _put_ends_of_encoder(tokenizer, header, special)
+    else:
+        _put_ends(tokenizer, metadata, special, adds_bos=split.adds_bos)
     json_text: str = tokenizer.to_str()
     return json_text
 
