@@ -37,6 +37,7 @@ from headrace.frontend.http.apis.openai.requests import (
     ResponsesRequest,
     SharedFields,
 )
+from headrace.frontend.http.apis.pooling.conversations import take_messages
 from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, prepare_embedding
 from headrace.frontend.http.apis.pooling.scores import RerankRequest, ScoreRequest, prepare_rerank, prepare_score
 from headrace.frontend.http.apis.responses.create import ResponseParts, check_request, whole
@@ -166,6 +167,7 @@ class LineAnswers:
         if url == EMBEDDINGS:
             embedding = self._decoder.decode(body, EmbeddingRequest)
             name, engine = embedding.request_id or request_id, self._engine_for(embedding.model)
+            take_messages(embedding, engine, self._parts.chat.prompts)
             if embedding.encoding_format in ("bytes", "bytes_only"):
                 raise bad_field("encoding_format", "encoding_format: a batch gives JSON: ask for float or base64")
             return prepare_embedding(embedding, engine, self._parts.chat.options, name, self._tenant)

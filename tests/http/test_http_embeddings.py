@@ -6,6 +6,7 @@ import array
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -104,7 +105,11 @@ def test_texts_are_truncated_where_that_is_asked(client: httpx.Client) -> None:
         ({"input": [[1]] * 41}, "input", "at most 40 at once"),
         ({"input": "x", "dimensions": 0}, "dimensions", "at least 1"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", ""),
-        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages", "conversations are not embedded"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages", "give one of them"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [[{"role": "user", "content": "x"}], {"role": "user", "content": "x"}]}, "messages", "or lists"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, None, "contents"),
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}, "chat_template", ""),
         ({"input": "x", "temperature": 0.5}, "temperature", ""),
         ({"input": "x", "dimension": 4}, "dimension", "dimensions"),
     ],
@@ -113,6 +118,37 @@ def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: s
     found, message = refusal(client, 400, **body)
     assert param is None or found == param
     assert said in message
+
+
+def test_a_conversation_is_embedded_as_the_text_that_the_template_makes_of_it(client: httpx.Client) -> None:
+    """Special tokens are the template's own, as in vLLM."""
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "world"},
+    ]
+    for more in ({}, {"add_generation_prompt": True}):
+        asked = {"messages": said, "add_generation_prompt": False, **more}
+        tokens = client.post("/tokenize", json=asked).json()["tokens"]
+        got = client.post(PATH, json={"messages": said, **more})
+        assert got.status_code == 200, got.text
+        assert [item["embedding"] for item in got.json()["data"]] == embed(client, [tokens])
+    two = client.post("/pooling", json={"messages": [said, said[:1]]}).json()["data"]
+    assert [item["index"] for item in two] == [0, 1]
+    assert two[0]["data"] != two[1]["data"]
+
+
+@pytest.mark.system
+def test_six_thousand_inputs_at_once_and_several_such_requests() -> None:
+    """vLLM's issues 25568 and 25991, where the server died."""
+    count = 6_000
+    null = {"vector_width": 2, "max_model_len": 16}
+    with serving_here(ServeOptions(port=0, max_prompts=count), null) as server, server.client() as client:
+        inputs = [[5 + n % 50, 6] for n in range(count)]
+        found = embed(client, inputs)
+        assert found == [found[n % 50] for n in range(count)], "each its own, in order"
+        with ThreadPoolExecutor(4) as threads:
+            others = [threads.submit(embed, client, inputs[:1500]) for _ in range(4)]
+            assert all(each.result() == found[:1500] for each in others)
 
 
 def test_a_batch_of_embeddings(server: ServerHere, client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
+from headrace.frontend.http.apis.pooling.conversations import ConversationFields
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     Dimensions,
@@ -50,11 +51,11 @@ from headrace.frontend.request.vector_encodings import Endianness, NumberType, a
 from headrace.ipc.failure import InvalidRequestError
 
 
-class EncodedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EncodedRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """The fields of /v1/embeddings and /pooling."""
 
     model: Model = None
-    input: Input
+    input: Input | None = None
     encoding_format: Annotated[
         Literal["float", "base64", "bytes", "bytes_only"] | None,
         Meta(
@@ -88,6 +89,11 @@ class EncodedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class EmbeddingRequest(EncodedRequest):
     """POST /v1/embeddings"""
 
+    task: Annotated[
+        str | None,
+        Meta(description="What the vectors are for, as Jina's API has it: the name of one of the model's adapters"),
+    ] = None
+
 
 class PoolingRequest(EncodedRequest):
     """POST /pooling"""
@@ -108,7 +114,6 @@ class PoolingRequest(EncodedRequest):
 
 
 EMBEDDING_NEUTRAL: Mapping[str, Neutral] = {
-    "messages": Neutral("conversations are not embedded: POST /tokenize gives a conversation's tokens for input", ()),
     "padding": Neutral("nothing is padded", ("do_not_pad",)),
     "mm_processor_kwargs": Neutral("models read text alone", ({},)),
     "normalize": Neutral("the former name of use_activation", ()),
@@ -185,6 +190,12 @@ def prepare_embedding(
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     id, model = f"embd-{name}", request.model or engine.names[0]
+    asked = request.model
+    if request.task is not None:
+        if request.task not in engine.adapters:
+            known = ", ".join(engine.adapters) or "none"
+            raise bad_field("task", f"task is {request.task!r:.100}, and the model's adapters are: {known}")
+        asked = f"{engine.names[0]}:{request.task}"
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> EmbeddingResponse:
         items = [
@@ -197,7 +208,7 @@ def prepare_embedding(
         "embed",
         engine,
         options,
-        Caller(id, cache_salt(request, tenant), request.priority, request.model),
+        Caller(id, cache_salt(request, tenant), request.priority, asked),
         write,
     )
 

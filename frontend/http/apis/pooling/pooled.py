@@ -123,12 +123,19 @@ _OF_PARAMS = (
 """Fields that PoolingParams checks, by what its errors have of them."""
 
 
+class EmptyListError(ApiError):
+    """An input that has no texts. text-embeddings-inference tells it from others."""
+
+    def __init__(self, param: str, remedy: str) -> None:
+        super().__init__(400, f"{param} is an empty list: {remedy}", param=param, code="invalid_value")
+
+
 def items_of(given: Any, param: str = "input") -> list[Any]:
     """A list of texts or of lists of token ids. Raises ApiError."""
     if isinstance(given, str):
         given = [given]
     if not given:
-        raise bad_field(param, f"{param} is an empty list: give a text, token ids, or a list of either")
+        raise EmptyListError(param, "give a text, token ids, or a list of either")
     if isinstance(given[0], int):
         given = [given]
     kind = str if isinstance(given[0], str) else list

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
+from headrace.frontend.http.apis.pooling.conversations import take_messages
 from headrace.frontend.http.apis.pooling.embeddings import (
     EMBEDDING_NEUTRAL,
     POOLING_NEUTRAL,
@@ -32,6 +34,7 @@ from headrace.frontend.http.apis.pooling.scores import (
 from headrace.frontend.http.apis.tei.requests import TeiRerankRequest
 from headrace.frontend.http.apis.tei.requests import prepare_rerank as prepare_tei_rerank
 from headrace.frontend.http.apis.tei.routes import error_body as tei_error_body
+from headrace.frontend.http.apis.tei.routes import statuses as tei_statuses
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
@@ -43,6 +46,7 @@ from headrace.frontend.http.server.state import ServerState
 
 async def embeddings(state: ServerState, exchange: Exchange) -> None:
     def prepare(request: EmbeddingRequest, engine: Engine, name: str) -> PreparedRequest:
+        take_messages(request, engine, state.of(ChatParts).prompts)
         return prepare_embedding(request, engine, state.options, name, exchange.tenant)
 
     await state.generate(exchange, lambda body: state.decoder.decode(body, EmbeddingRequest), prepare)
@@ -50,6 +54,7 @@ async def embeddings(state: ServerState, exchange: Exchange) -> None:
 
 async def pooling(state: ServerState, exchange: Exchange) -> None:
     def prepare(request: PoolingRequest, engine: Engine, name: str) -> PreparedRequest:
+        take_messages(request, engine, state.of(ChatParts).prompts)
         return prepare_pooling(request, engine, state.options, name, exchange.tenant)
 
     await state.generate(exchange, lambda body: state.decoder.decode(body, PoolingRequest), prepare)
@@ -71,7 +76,9 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
     def prepare(request: RerankRequest | TeiRerankRequest, engine: Engine, name: str) -> PreparedRequest:
         if isinstance(request, TeiRerankRequest):
             exchange.error_body = tei_error_body
-            return prepare_tei_rerank(request, engine, state.options, Caller(f"rerank-{name}", exchange.tenant))
+            with tei_statuses():
+                caller = Caller(f"rerank-{name}", exchange.tenant)
+                return prepare_tei_rerank(request, engine, state.options, caller)
         return prepare_rerank(request, engine, state.options, name, exchange.tenant)
 
     await state.generate(exchange, decode, prepare)
@@ -79,6 +86,7 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
 
 async def classify(state: ServerState, exchange: Exchange) -> None:
     def prepare(request: ClassifyRequest, engine: Engine, name: str) -> PreparedRequest:
+        take_messages(request, engine, state.of(ChatParts).prompts)
         return prepare_classify(request, engine, state.options, name, exchange.tenant)
 
     await state.generate(exchange, lambda body: state.decoder.decode(body, ClassifyRequest), prepare)

@@ -13,6 +13,7 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text
+from headrace.frontend.http.apis.pooling.conversations import ConversationFields
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     How,
@@ -52,6 +53,7 @@ from headrace.frontend.request.pair_prompts import (
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
 from headrace.frontend.request.prompts import Prompt, Tokenization
+from headrace.frontend.text.chat_template import text_parts
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pooling
 
@@ -67,21 +69,22 @@ Most = Annotated[
 ]
 Instruction = Annotated[str | None, Meta(description="What relevance means, for rerankers that read an instruction")]
 Document = str | dict[str, Any]
+Texts = Document | list[Document] | None
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /score"""
 
     model: Model = None
-    queries: Annotated[str | list[str] | None, Meta(description="A text, or as many as `documents` has")] = None
-    documents: Annotated[str | list[str] | None, Meta(description="The texts that are scored")] = None
-    text_1: Annotated[str | list[str] | None, Meta(description="Another name of `queries`; also data_1")] = None
-    text_2: Annotated[str | list[str] | None, Meta(description="Another name of `documents`; also data_2, items")] = (
-        None
-    )
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
-    items: str | list[str] | None = None
+    queries: Annotated[Texts, Meta(description="A text, or as many as `documents` has")] = None
+    documents: Annotated[
+        Texts, Meta(description='The texts that are scored; each may be an object {"content": [{"type": "text", ...}]}')
+    ] = None
+    text_1: Annotated[Texts, Meta(description="Another name of `queries`; also data_1")] = None
+    text_2: Annotated[Texts, Meta(description="Another name of `documents`; also data_2, items")] = None
+    data_1: Texts = None
+    data_2: Texts = None
+    items: Texts = None
     instruction: Instruction = None
     max_tokens_per_query: Most = None
     max_tokens_per_doc: Most = None
@@ -99,8 +102,11 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /rerank"""
 
     model: Model = None
-    query: Annotated[str, Meta(description="The text to which documents are to be relevant")]
-    documents: Annotated[list[Document], Meta(description='Texts, or objects {"text": ...}')]
+    query: Annotated[Document, Meta(description="The text to which documents are to be relevant")]
+    documents: Annotated[
+        list[Document],
+        Meta(description='Texts, or objects {"text": ...} or {"content": [{"type": "text", "text": ...}]}'),
+    ]
     top_n: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="How many of the best to return; 0: all")] = (
         None
     )
@@ -118,11 +124,11 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: User = None
 
 
-class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ClassifyRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """POST /classify"""
 
     model: Model = None
-    input: Input
+    input: Input | None = None
     use_activation: Activation = None
     raw_scores: RawScores = None
     truncate_prompt_tokens: Truncation = None
@@ -198,7 +204,10 @@ def prepare_score(
     """Raises ApiError and InvalidRequestError."""
     first_name, first = _given(request, ("queries", "text_1", "data_1"))
     second_name, second = _given(request, ("documents", "text_2", "data_2", "items"))
-    ones, others = ([each] if isinstance(each, str) else each for each in (first, second))
+    ones, others = (
+        [text_of(each, name if len(given) == 1 else f"{name}[{index}]") for index, each in enumerate(given)]
+        for name, given in ((first_name, _listed(first)), (second_name, _listed(second)))
+    )
     for param, texts in ((first_name, ones), (second_name, others)):
         if not texts:
             raise bad_field(param, f"{param} is an empty list: give a text or a list of texts")
@@ -223,7 +232,7 @@ def prepare_rerank(
     """Raises ApiError and InvalidRequestError."""
     if not request.documents:
         raise bad_field("documents", "documents is an empty list: give at least one text")
-    texts = [_text_of(each, index) for index, each in enumerate(request.documents)]
+    texts = [text_of(each, f"documents[{index}]") for index, each in enumerate(request.documents)]
     id, model = f"rerank-{name}", request.model or engine.names[0]
     shows = request.return_documents is not False
 
@@ -234,7 +243,8 @@ def prepare_rerank(
         ]
         return RerankResponse(id, model, usage, results)
 
-    pairs = [(request.query, text) for text in texts]
+    query = text_of(request.query, "query")
+    pairs = [(query, text) for text in texts]
     return _prepared(request, pairs, ("query", "documents"), engine, options, (id, tenant), write)
 
 
@@ -426,8 +436,22 @@ def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Any]:
     return found[0], getattr(request, found[0])
 
 
-def _text_of(document: Document, index: int) -> str:
-    text = document if isinstance(document, str) else document.get("text")
-    if not isinstance(text, str):
-        raise bad_field(f"documents[{index}]", 'a document is a text, or an object {"text": ...}')
-    return text
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def text_of(document: Document, param: str) -> str:
+    """The text of a document in any of its forms. Raises ApiError."""
+    if isinstance(document, str):
+        return document
+    found = document.get("text", document.get("content"))
+    if isinstance(found, list):
+        try:
+            found = "\n".join(text_parts(found, f"{param}.content"))
+        except InvalidRequestError as error:
+            raise bad_field(param, str(error), "unsupported_parameter") from error
+    if not isinstance(found, str):
+        raise bad_field(
+            param, 'a document is a text, or an object {"text": ...} or {"content": [{"type": "text", "text": ...}]}'
+        )
+    return found

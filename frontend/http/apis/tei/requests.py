@@ -15,6 +15,7 @@ from headrace.frontend.http.apis.pooling.embeddings import SparseValue, pairs_of
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     Dimensions,
+    EmptyListError,
     How,
     Input,
     Model,
@@ -225,7 +226,7 @@ def _predicted(inputs: Any) -> tuple[bool, list[list[str]]]:
     if isinstance(inputs, str):
         return False, [[inputs]]
     if not inputs:
-        raise bad_field("inputs", "inputs is an empty list: give a text, a pair of texts, or a list of lists of them")
+        raise EmptyListError("inputs", "give a text, a pair of texts, or a list of lists of them")
     is_batch = not isinstance(inputs[0], str)
     several = inputs if is_batch else [inputs]
     for index, texts in enumerate(several):
@@ -250,7 +251,7 @@ def _one_or_pair(texts: list[str], params: PoolingParams, engine: Engine, side: 
 
 def prepare_rerank(request: TeiRerankRequest, engine: Engine, options: ServeOptions, caller: Caller) -> PreparedRequest:
     if not request.texts:
-        raise bad_field("texts", "texts is an empty list: give at least one text")
+        raise EmptyListError("texts", "give at least one text")
     model = request.model or engine.names[0]
     params = _class_params(task_of_scores(engine, model), request.raw_scores, request.kept, engine, model)
 
@@ -269,7 +270,7 @@ def prepare_similarity(
     """A bi-encoder's similarity. The prompt is put before all texts."""
     given = request.parameters or TeiSimilarityParameters()
     if not request.inputs.sentences:
-        raise bad_field("inputs.sentences", "inputs.sentences is an empty list: give at least one text")
+        raise EmptyListError("inputs.sentences", "give at least one text")
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "embeddings")
     kept = None if given.truncate is False else -1

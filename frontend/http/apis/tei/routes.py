@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.embeddings import SparseValue
-from headrace.frontend.http.apis.pooling.pooled import Caller
+from headrace.frontend.http.apis.pooling.pooled import Caller, EmptyListError
 from headrace.frontend.http.apis.tei.requests import (
     TeiEmbedAllRequest,
     TeiEmbedRequest,
@@ -34,8 +36,9 @@ from headrace.frontend.http.server.decoding.known_fields import Body
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
-from headrace.frontend.http.server.route_spec import GENERATION, UNAVAILABLE, Handler, RouteSpec, get, post
+from headrace.frontend.http.server.route_spec import UNAVAILABLE, Handler, RouteSpec, get, post
 from headrace.frontend.http.server.state import GeneratingRequest, ServerState
+from headrace.ipc.failure import HeadraceError
 
 R = TypeVar("R", bound=GeneratingRequest)
 Prepare = Callable[[Any, Engine, ServeOptions, Caller], PreparedRequest]
@@ -48,9 +51,32 @@ class TeiError(msgspec.Struct):
 
 def error_body(error: ApiError) -> bytes:
     """An error in text-embeddings-inference's format."""
-    kinds = {429: "Overloaded", 503: "Unhealthy"}
-    kind = kinds.get(error.status, "Validation" if error.status < 500 else "Backend")
-    return msgspec.json.encode(TeiError(error.body.message, kind))
+    kind = "Validation" if error.status < 500 else "Backend"
+    if isinstance(error, EmptyListError):
+        kind = "Empty"
+    return msgspec.json.encode(TeiError(error.body.message, _KINDS.get(error.status, kind)))
+
+
+_KINDS = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
+REFUSALS = (400, 404, 413, 415, 422, 424, 429, 503, 504)
+
+
+@contextmanager
+def statuses() -> Iterator[None]:
+    """Gives errors text-embeddings-inference's statuses: 422 for what a request says, but 400 if it has no texts or is
+    no JSON; 424 for a failure in the engine."""
+    try:
+        yield
+    except (ApiError, HeadraceError) as error:
+        told = ApiError.of(error)
+        if told.status == HTTPStatus.BAD_REQUEST and not isinstance(told, EmptyListError):
+            is_json = told.body.code != "invalid_json"
+            told.status = HTTPStatus.UNPROCESSABLE_ENTITY if is_json else HTTPStatus.BAD_REQUEST
+        elif told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            told.status = HTTPStatus.FAILED_DEPENDENCY
+        if told is error:
+            raise
+        raise told from error
 
 
 async def answer(
@@ -61,7 +87,8 @@ async def answer(
     def prepared(request: Any, engine: Engine, name: str) -> PreparedRequest:
         return prepare(request)(request, engine, state.options, Caller(f"tei-{name}", exchange.tenant))
 
-    await state.generate(exchange, decode, prepared)
+    with statuses():
+        await state.generate(exchange, decode, prepared)
 
 
 def _answering(kind: type[Any], prepare: Prepare) -> Handler:
@@ -142,7 +169,7 @@ async def info(state: ServerState, exchange: Exchange) -> None:
 
 def _post(path: str, handler: Handler, summary: str, request: Any, response: Any) -> RouteSpec:
     said = f"text-embeddings-inference: {summary}"
-    return post(path, handler, said, request, response, GENERATION, access=Access.CLIENT, error_body=error_body)
+    return post(path, handler, said, request, response, REFUSALS, access=Access.CLIENT, error_body=error_body)
 
 
 _EMBED = _answering(TeiEmbedRequest, prepare_embed)
