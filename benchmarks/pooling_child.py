@@ -45,10 +45,20 @@ def onnxruntime(folder: Path, dtype: str) -> Embed:
     file = folder / "model.onnx"
     if not file.exists():
         model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+        class States(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+                return found
+
         ids = torch.ones(2, 8, dtype=torch.long)
         axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
         torch.onnx.export(
-            model, (ids, ids), str(file), input_names=["input_ids", "attention_mask"], output_names=["states"],
+            States(), (ids, ids), str(file), input_names=["input_ids", "attention_mask"], output_names=["states"],
             dynamic_axes=axes, dynamo=False,
         )  # fmt: skip
     if dtype == "int8":

@@ -37,6 +37,10 @@ PROGRAMS = {
     "ray_data": ("ray[data]", "pandas", "pyarrow", "datasets"),
     "dspy": ("dspy",),
     "trl": ("trl",),
+    "embeddings": (
+        *("openai", "cohere", "langchain-openai", "llama-index-embeddings-openai-like", "haystack-ai"),
+        *("llama-index-embeddings-text-embeddings-inference", "huggingface-hub"),
+    ),
     "web": ("flask", "django", "celery", "gunicorn"),
 }
 RUN_S = 900.0
