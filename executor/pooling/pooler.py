@@ -40,7 +40,7 @@ TOKENS_AT_ONCE = 64
 
 class WantedRow(NamedTuple):
     row: int
-    count: int
+    num_tokens: int
     """How many of a step's tokens it wants."""
     spans: list[slice]
     """Which of these each of its kinds wants."""
@@ -131,7 +131,7 @@ class Pooler:
                 firsts.append(at + first - begin)
         if not rows:
             return None
-        counts = np.array([each.count for each in rows])
+        counts = np.array([each.num_tokens for each in rows])
         starts = np.array(firsts) - (np.cumsum(counts) - counts)
         indices = np.repeat(starts, counts) + np.arange(counts.sum())
         return WantedTokens(indices.astype(np.int32), rows)
