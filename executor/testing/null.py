@@ -318,7 +318,7 @@ class _Rows:
             return None
         widths = [self._pools[row].dimensions or self._model.vector_width for row in rows]
         values = [
-            row_keys(np.full(width, self._key[row]), np.arange(width)).astype(np.float32) / 2**64
+            row_keys(np.full(width, self._key[row]), np.arange(width)).astype(np.float32) / 2.0**64
             for row, width in zip(rows, widths, strict=True)
         ]
         return PooledRows(
