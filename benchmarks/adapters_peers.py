@@ -177,7 +177,7 @@ def write_all(shape: str, folder: Path) -> None:
     from safetensors.torch import load_file
     from tiny_gguf import save_adapter, save_gguf
 
-    sizes = SHAPES.get(shape, TINY)
+    sizes: dict[str, Any] = SHAPES.get(shape, TINY)
     config = transformers.LlamaConfig(vocab_size=VOCAB_SIZE, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

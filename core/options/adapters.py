@@ -40,6 +40,11 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     other modules are left out."""
 
 
+def max_loras_of(options: Options) -> int:
+    """How many adapters the rows of one step may have."""
+    return options.max_loras or min(_AT_ONCE, options.max_cpu_loras or _AT_ONCE)
+
+
 def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
     """None without enable_lora. dtype: the plan's. Raises OptionError for options that contradict each other."""
     if not options.enable_lora:
@@ -48,7 +53,7 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
             if value not in (usual, _OF_VLLM.get(name, usual)):
                 raise OptionError(f"{name}={value} is of adapters: ask for enable_lora, or leave it out")
         return None
-    max_loras = options.max_loras or min(_AT_ONCE, options.max_cpu_loras or _AT_ONCE)
+    max_loras = max_loras_of(options)
     if options.max_cpu_loras is not None and options.max_cpu_loras < max_loras:
         raise OptionError(
             f"max_cpu_loras={options.max_cpu_loras} adapters in memory are fewer than the max_loras={max_loras} of one "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.core.options.adapters import max_loras_of
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.frontend.adapters.lora_request import LoRARequest
@@ -152,7 +153,7 @@ def adapters_for(path: str | None, options: Options, count: int) -> list[LoRAReq
     """An adapter for each of `count` requests, in turns under max_loras names; None for no path."""
     if path is None:
         return None
-    named = [LoRARequest(f"lora-{number}", number, path) for number in range(1, options.max_loras + 1)]
+    named = [LoRARequest(f"lora-{number}", number, path) for number in range(1, max_loras_of(options) + 1)]
     return [named[number % len(named)] for number in range(count)]
 
 

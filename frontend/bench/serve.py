@@ -415,7 +415,8 @@ async def as_texts(requests: Sequence[BenchRequest], tokenizer: ServerTokenizer,
         texts = []
         for request in requests:
             if isinstance(request.prompt, list):
-                first, *more = (maker.prompt(list(each), numbers) for each in (request.prompt, *request.more))
+                parts = [each for each in (request.prompt, *request.more) if isinstance(each, list)]
+                first, *more = (maker.prompt(each, numbers) for each in parts)
                 length = request.num_prompt_tokens if more else first[1]
                 texts.append(
                     request._replace(prompt=first[0], num_prompt_tokens=length, more=tuple(text for text, _ in more))

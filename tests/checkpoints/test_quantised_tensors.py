@@ -94,7 +94,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_or_type_is_refused_by_name
     assert not wrong
 
 
-ODD_NUMBERS = (0, -1, 1 << 31, 1 << 62, 10**400, 1e300, True, "4", None, [], {})
+ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1 << 31, 1 << 62, 10**400, 1e300, True, "4", None, [], {})
 
 
 def numbers_in(config: Any) -> Iterator[tuple[Any, Any]]:

@@ -299,7 +299,7 @@ def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(threa
         counts = pools[1].router.counts()
         for pool in pools:
             await pool.close(0.0)
-        return expected, str(counts["choices"]), counts["prompt_tokens"]
+        return expected, str(counts["choices"]), dict(counts["prompt_tokens"])
 
     expected, choices, tokens = asyncio.run(main())
     assert expected == 64

@@ -249,12 +249,12 @@ def test_a_tools_examples_are_shown_with_its_schema():
 
 def test_a_tool_that_the_client_runs_by_its_type_is_shown_with_a_schema():
     """The types that the client's own types name, without those that Anthropic runs and the one that shows images."""
-    tools = [
+    tools: list[Any] = [
         {"type": "bash_20250124", "name": "bash"},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
         {"type": "memory_20250818", "name": "memory", "cache_control": {"type": "ephemeral"}},
     ]
-    shown = as_chat(msgspec.convert(body_of("x", tools=tools), MessagesRequest)).tools or []
+    shown: Any = as_chat(msgspec.convert(body_of("x", tools=tools), MessagesRequest)).tools or []
     assert [each["function"]["name"] for each in shown] == [each["name"] for each in tools]
     for each in shown:
         assert each["function"]["description"]

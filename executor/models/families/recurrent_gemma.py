@@ -39,6 +39,8 @@ def build(config: Config) -> ArchSpec:
     num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
     heads, kind = integer(config, "num_attention_heads"), activation(config, "hidden_activation", "gelu_pytorch_tanh")
     width = integer(config, "lru_width", integer(config, "hidden_size"))
+    if kind == "relu2":
+        raise ModelError("the config's hidden_activation is relu2, which no gate of a linear recurrence computes")
     if heads < 1 or width % heads:
         raise ModelError(f"the config's lru_width is {width}, which {heads} heads cannot divide evenly")
     recurrent = GatedLru(
