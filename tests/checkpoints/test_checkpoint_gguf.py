@@ -34,7 +34,17 @@ def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", CASES)
+SAID_OTHERWISE = {
+    "gemma4, experts": "the size of the vocabulary of inputs of each layer, which it has none of",
+    "falcon-h1": "its multipliers are in the matrices",
+    "falcon-h1, normed": "its multipliers are in the matrices",
+    "nemotron_h": "keys of the experts that it has none of",
+    "nemotron_h_moe": "rows of queries and keys in another order, which without rotations is the same",
+}
+"""Cases whose files say the same model in other words, and what. `test_gguf_families.py` compares all cases' tokens."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SAID_OTHERWISE])
 def test_a_gguf_file_gives_the_config_and_the_weights_of_the_checkpoint_it_came_from(name: str, tmp_path: Path) -> None:
     case = CASES[name].make()
     checkpoint = open_checkpoint(Options(model=str(case.save(tmp_path / "model.gguf"))))

@@ -35,6 +35,7 @@ from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
+from headrace.executor.models.config import Config
 from headrace.executor.models.families import _config
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
@@ -507,6 +508,6 @@ def test_a_generation_config_that_is_no_file_is_warned_of(
 @pytest.mark.parametrize("given", [1e-300, -1e-300, 1e300])
 def test_a_number_that_is_none_in_float32_is_refused(given: float) -> None:
     """Its square, by which a norm's eps is divided, would be 0."""
-    assert _config.number({"residual_multiplier": 1e-30}, "residual_multiplier") == 1e-30
+    assert _config.number(Config({"residual_multiplier": 1e-30}), "residual_multiplier") == 1e-30
     with pytest.raises(ModelError, match=r"the config's residual_multiplier is .* can be computed with"):
-        _config.number({"residual_multiplier": given}, "residual_multiplier")
+        _config.number(Config({"residual_multiplier": given}), "residual_multiplier")

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from containers import IN_CONTAINER, needs_containers
 from http_server import wait_until
+from patience import within
 
 pytestmark = needs_containers
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")
@@ -41,12 +43,18 @@ def process_one(*command: str) -> Iterator[tuple[subprocess.Popen[str], psutil.P
 
 
 def wait_line(outer: subprocess.Popen[str], pattern: str) -> str:
+    """Raises AssertionError if the program ends, or does not write such a line in time."""
     assert outer.stdout is not None
     seen = []
-    for line in outer.stdout:
-        seen.append(line)
-        if found := re.search(pattern, line):
-            return found.group(1)
+    too_long = threading.Timer(within(120), outer.kill)  # and with it process 1, which ends the output
+    too_long.start()
+    try:
+        for line in outer.stdout:
+            seen.append(line)
+            if found := re.search(pattern, line):
+                return found.group(1)
+    finally:
+        too_long.cancel()
     raise AssertionError(f"no {pattern!r}: {''.join(seen)}")
 
 
@@ -97,7 +105,7 @@ def test_a_server_as_process_one_sees_how_its_engines_end() -> None:
         (engine,) = engines_of(first)
         engine.kill()
         assert wait_line(outer, r"was killed by signal 9 \((\w+)\)") == "SIGKILL"
-        wait_line(outer, r"(is there)")
+        wait_line(outer, r"(is connected again)")
         wait_until(lambda: not zombies_of(first), 60, "the end of all zombies")
         (engine,) = engines_of(first)
         engine.kill()

@@ -195,7 +195,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def test_an_adapter_changes_the_answer_and_its_absence_does_not(folders: list[str]) -> None:
-    base = ask(Core(enable_lora=False, max_loras=8))
+    base = ask(Core(enable_lora=False, max_loras=None))
     core = Core()
     client = core.open()
     load(core, client, "a", folders[0])

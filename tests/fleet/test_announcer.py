@@ -321,7 +321,7 @@ def test_an_engine_that_is_taken_for_gone_announces_itself_anew(caplog: pytest.L
         (entry,) = running.registry.entries
         assert entry == msgspec.structs.replace(ENTRY, life=entry.life)
         assert entry.life != ENTRY.life
-        assert "it is announced anew" in caplog.text
+        assert "it is announced again" in caplog.text
     assert running.registry.entries == []
 
 

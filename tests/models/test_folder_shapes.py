@@ -241,7 +241,8 @@ def test_a_layer_takes_what_comes_in(tmp_path: Path) -> None:
     wide = {"in_features": 4096, "out_features": 8, "bias": False}
     (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(wide))
     save_file({"linear.weight": torch.ones(8, 4096)}, tmp_path / "2_Dense" / "model.safetensors")
-    with pytest.raises(ModelError, match=f"the layer in {tmp_path}/2_Dense takes 4096 values, and 32 come in"):
+    comes = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
+    with pytest.raises(ModelError, match=f"the layer in {tmp_path}/2_Dense takes 4096 values, and {comes} come in"):
         LLM(str(tmp_path), in_process=True, **ENGINE)
 
 

@@ -89,8 +89,8 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
     ("name", "reason"),
     [
         ("xglm", "does not go through transformers' table of attention functions"),
-        ("granite_swa", "asks attention for s_aux"),
-        ("bailing_hybrid", "layers of type linear_attention"),
+        ("doge", "makes a mask of its own"),
+        ("hy_v4", "layers of type indexed_attention"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(

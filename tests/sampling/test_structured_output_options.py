@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from datetime import date
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from headrace.ipc.messages import StructuredOutput
 
 THREE = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
 OPEN = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-DATE = {"type": "string", "format": "date"}
+ADDRESS = {"type": "string", "format": "ipv4"}
+"""A form that llguidance follows and xgrammar does not."""
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +78,18 @@ def test_fields_of_the_engines_config_hold_for_every_request(folder: str) -> Non
 def test_a_library_without_another_to_fall_back_on(folder: str, options: dict[str, Any]) -> None:
     with LLM(model=folder, in_process=True, **options, **ENGINE) as llm:
         with pytest.raises(InvalidRequestError, match="does not follow format"):
-            ask(llm, form(json=DATE))
+            ask(llm, form(json=ADDRESS))
         assert ask(llm, form(choice=["still here"])) == ["still here"]
         # The request's own library, which the engine has none of.
-        assert date.fromisoformat(json.loads(ask(llm, form(json=DATE, backend="llguidance"))[0]))
+        assert IPv4Address(json.loads(ask(llm, form(json=ADDRESS, backend="llguidance"))[0]))
 
 
 def test_a_request_chooses_its_library(folder: str) -> None:
     with LLM(model=folder, in_process=True, **ENGINE) as llm:
         with pytest.raises(InvalidRequestError, match="does not follow format"):
-            ask(llm, form(json=DATE, backend="xgrammar:no-fallback"))
+            ask(llm, form(json=ADDRESS, backend="xgrammar:no-fallback"))
         for backend in ("xgrammar", "auto", "guidance", None):
-            assert date.fromisoformat(json.loads(ask(llm, form(json=DATE, backend=backend))[0]))
+            assert IPv4Address(json.loads(ask(llm, form(json=ADDRESS, backend=backend))[0]))
         params = GuidedDecodingParams(choice=["left"], backend="xgrammar:no-fallback,disable-any-whitespace")
         assert ask(llm, SamplingParams(guided_decoding=params)) == ["left"]
     wrong: list[tuple[Any, str]] = [
@@ -97,7 +98,7 @@ def test_a_request_chooses_its_library(folder: str) -> None:
     ]
     for value, said in wrong:
         with pytest.raises(InvalidRequestError, match=said):
-            form(json=DATE, backend=value)
+            form(json=ADDRESS, backend=value)
 
 
 def test_a_form_is_compiled_once_for_all_that_ask_for_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,11 +76,9 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"the config's {_spelt(config, key)} must be a number, got {_shown(config, key)}")
-    said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
-    if abs(value) > LARGEST_FLOAT:
-        raise ModelError(f"{said}; at most {LARGEST_FLOAT:.4g} can be computed with")
-    if 0 < abs(value) < SMALLEST_FLOAT:
-        raise ModelError(f"{said}; 0, or at least {SMALLEST_FLOAT:g}, can be computed with")
+    if abs(value) > LARGEST_FLOAT or 0 < abs(value) < SMALLEST_FLOAT:
+        allowed = f"at most {LARGEST_FLOAT:.4g}" if abs(value) > 1 else f"0, or at least {SMALLEST_FLOAT:g},"
+        raise ModelError(f"the config's {_spelt(config, key)} is {_shown(config, key)}; {allowed} can be computed with")
     return float(value)
 
 

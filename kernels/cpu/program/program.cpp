@@ -133,6 +133,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"DraftedC", sizeof(Drafted)},         {"ConvolveArgs", sizeof(ConvolveArgs)},
       {"ScanArgs", sizeof(ScanArgs)},         {"LinearAttentionArgs", sizeof(LinearAttentionArgs)},
       {"SelectiveArgs", sizeof(SelectiveArgs)},  {"GatedNormArgs", sizeof(GatedNormArgs)},
+      {"GatedLruArgs", sizeof(GatedLruArgs)},
       {"ProgramC", sizeof(Program)},         {"RowAdaptersC", sizeof(RowAdapters)},
       {"DeltaC", sizeof(Delta)},             {"DeltaSiteC", sizeof(DeltaSite)},
       {"DeltaPanelC", sizeof(DeltaPanel)},   {"EmbedDeltaC", sizeof(EmbedDelta)},
