@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import psutil
 import pytest
+from patience import still_alive
 
 from headrace.frontend.text import chat_template, template_renderer
 from headrace.frontend.text.chat_template import check_template, render_chat, render_chats
@@ -329,7 +330,7 @@ def test_a_helper_that_was_killed_is_started_again() -> None:
     assert first is not None
     workers = _workers()
     os.kill(first, signal.SIGKILL)
-    psutil.wait_procs(workers, timeout=_BUSY_S)
+    assert not still_alive(workers, _BUSY_S)
     assert render_chat(template, [USER]) == "user"
     assert renderer().pid != first
     for worker in _workers():
@@ -405,8 +406,7 @@ def test_the_helper_ends_with_its_parent(how: str) -> None:
         if how != "end":
             process.kill()
         process.wait(_BUSY_S)
-        _, alive = psutil.wait_procs(helper, timeout=_BUSY_S)
-        assert not alive
+        assert not still_alive(helper, _BUSY_S)
 
 
 def test_a_forked_copy_of_a_process_has_a_helper_of_its_own() -> None:

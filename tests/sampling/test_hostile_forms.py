@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from http_server import wait_until
+from patience import still_alive
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, compiled, each_backend, takes, tokens_of
 
 from headrace import InvalidRequestError, StructuredOutputsParams
@@ -205,6 +207,7 @@ def test_a_trial_process_that_is_killed_from_outside_is_started_again(trial: Tri
     process_of(trial).terminate()  # before it could leave that to its parent
     trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
     for nth in range(3):
+        wait_until(lambda: len(forked_by(process_of(trial))) == 2, 30, "a process for each lane")
         (process_of(trial), *forked_by(process_of(trial)))[nth].kill()
         trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
 
@@ -215,8 +218,7 @@ def test_no_process_is_left_when_the_trial_stops(trial: Trial) -> None:
     assert len(processes) == 3
     processes[1].suspend()  # one that reads nothing ends too
     trial.stop()
-    _, left = psutil.wait_procs(processes, timeout=30)
-    assert not left
+    assert not still_alive(processes, 30)
 
 
 # --- grammars that are slow only after many tokens --------------------------------------------------------------------

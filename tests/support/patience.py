@@ -1,8 +1,12 @@
-"""How long a test waits for what takes so long on a quiet machine."""
+"""Waits of tests, on machines that may be busy."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
+
+import psutil
 
 
 def within(seconds: float) -> float:
@@ -11,3 +15,20 @@ def within(seconds: float) -> float:
         average, _, _, running, _ = file.read().split()
     wanting = max(float(average), float(running.partition("/")[0]))
     return seconds * max(1.0, wanting / (os.cpu_count() or 1))
+
+
+def still_alive(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended in time. Zombies have: their parent, or process 1 for orphans, may be slow to wait."""
+    alive, began_s = list(processes), time.monotonic()
+    while alive := [each for each in alive if not has_ended(each)]:
+        if time.monotonic() - began_s > within(timeout_s):
+            break
+        time.sleep(0.01)
+    return alive
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
