@@ -23,7 +23,7 @@ QUERIES = [
     if panel["type"] != "row"
     for target in panel["targets"]
 ]
-NEEDS_MORE = ("eplb_", "spec_decode_", "admission_", "adapter", "kv_block_")
+NEEDS_MORE = ("eplb_", "spec_decode_", "admission_", "adapter", "kv_block_", "estimated_")
 """Metrics of engines with options that the tests' server lacks."""
 
 
