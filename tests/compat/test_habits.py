@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -54,6 +55,7 @@ def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(sys.modules)
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     monkeypatch.setenv("HEADRACE_AS_VLLM", "")
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] == "vllm" or name == "headrace.as_vllm":
