@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from patience import within
+from patience import has_ended, within
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
@@ -147,7 +147,7 @@ def _descendants() -> set[psutil.Process]:
             todo.append(pid)
             with suppress(psutil.Error):  # it has ended meanwhile
                 found.add(psutil.Process(pid))
-    return {process for process in found if _is_alive(process)}
+    return {process for process in found if not has_ended(process)}
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -170,13 +170,6 @@ def _ancestors(process: psutil.Process) -> Sequence[psutil.Process]:
         return process.parents()
     except psutil.Error:
         return ()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def _command(process: psutil.Process) -> str:

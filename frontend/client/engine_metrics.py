@@ -26,19 +26,14 @@ def hit_rate(stats: EngineStats) -> float | None:
     return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
 
 
-def of_experts(name: str) -> Callable[[EngineStats], float | None]:
-    """A function that reads one field of the expert balance."""
-    return lambda stats: None if stats.expert_balance is None else float(getattr(stats.expert_balance, name))
+def of_part(part: str, name: str) -> Callable[[EngineStats], float | None]:
+    """A function that reads a field of a part of the statistics; None without that part."""
 
+    def read(stats: EngineStats) -> float | None:
+        found = getattr(stats, part)
+        return None if found is None else float(getattr(found, name))
 
-def of_work(name: str) -> Callable[[EngineStats], float | None]:
-    """A function that reads one field of the estimated work."""
-    return lambda stats: None if stats.work is None else float(getattr(stats.work, name))
-
-
-def of_adapters(name: str) -> Callable[[EngineStats], float | None]:
-    """A function that reads one field of the statistics of adapters."""
-    return lambda stats: None if stats.adapters is None else float(getattr(stats.adapters, name))
+    return read
 
 
 LORA_INFO = "lora_requests_info"
@@ -120,71 +115,81 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
         "gauge",
         "eplb_balancedness_min",
         "Expert balance (mean load of the ranks divided by the highest), of the worst layer.",
-        of_experts("min"),
+        of_part("expert_balance", "min"),
     ),
     (
         "gauge",
         "eplb_balancedness_p50",
         "Expert balance (mean load of the ranks divided by the highest), of the median layer.",
-        of_experts("p50"),
+        of_part("expert_balance", "p50"),
     ),
     (
         "gauge",
         "eplb_balancedness_p90",
         "Expert balance (mean load of the ranks divided by the highest) that 90% of the layers reach.",
-        of_experts("p90"),
+        of_part("expert_balance", "p90"),
     ),
     (
         "gauge",
         "eplb_balancedness_avg",
         "Expert balance (mean load of the ranks divided by the highest), mean of all layers.",
-        of_experts("avg"),
+        of_part("expert_balance", "avg"),
     ),
-    ("counter", "eplb_rearrangements", "Rearrangements of experts among the ranks.", of_experts("rearrangements")),
+    (
+        "counter",
+        "eplb_rearrangements",
+        "Rearrangements of experts among the ranks.",
+        of_part("expert_balance", "rearrangements"),
+    ),
     (
         "gauge",
         "eplb_rearrangement_seconds",
         "Seconds that the last rearrangement of experts took.",
-        of_experts("rearrangement_s"),
+        of_part("expert_balance", "rearrangement_s"),
     ),
     (
         "counter",
         "estimated_flops_per_gpu",
         "Floating-point operations of one rank, estimated from the model's config.",
-        of_work("flops"),
+        of_part("work", "flops"),
     ),
     (
         "counter",
         "estimated_read_bytes_per_gpu",
         "Bytes of weights and KV cache that one rank reads, estimated.",
-        of_work("read_bytes"),
+        of_part("work", "read_bytes"),
     ),
     (
         "counter",
         "estimated_write_bytes_per_gpu",
         "Bytes that one rank writes to the KV cache, estimated.",
-        of_work("write_bytes"),
+        of_part("work", "write_bytes"),
     ),
     (
         "gauge",
         "adapters_registered",
         "LoRA adapters that are registered, which requests may name.",
-        of_adapters("num_registered"),
+        of_part("adapters", "num_registered"),
     ),
-    ("gauge", "adapters_loaded", "Versions of LoRA adapters that are in memory.", of_adapters("num_loaded")),
-    ("counter", "adapter_loads", "LoRA adapters read from their files.", of_adapters("num_loads")),
-    ("counter", "adapter_load_failures", "LoRA adapters that could not be read.", of_adapters("num_failed_loads")),
+    ("gauge", "adapters_loaded", "Versions of LoRA adapters that are in memory.", of_part("adapters", "num_loaded")),
+    ("counter", "adapter_loads", "LoRA adapters read from their files.", of_part("adapters", "num_loads")),
+    (
+        "counter",
+        "adapter_load_failures",
+        "LoRA adapters that could not be read.",
+        of_part("adapters", "num_failed_loads"),
+    ),
     (
         "counter",
         "adapter_load_seconds",
         "Seconds spent on loading LoRA adapters, beside the steps.",
-        of_adapters("load_s"),
+        of_part("adapters", "load_s"),
     ),
     (
         "counter",
         "adapter_evictions",
         "LoRA adapters removed from memory to make room for others.",
-        of_adapters("num_evictions"),
+        of_part("adapters", "num_evictions"),
     ),
 )
 """Kind, name, help, and a function that reads the value: None if the engine does not have the metric."""

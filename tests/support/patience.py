@@ -30,5 +30,5 @@ def still_alive(processes: Iterable[psutil.Process], timeout_s: float) -> list[p
 def has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return True
