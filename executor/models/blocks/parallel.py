@@ -14,8 +14,8 @@ from headrace.executor.models.blocks.recurrent import Ssd
 
 
 @dataclass(frozen=True)
-class Parallel(Mixer):
-    """It caches tokens for its attention, and keeps a state per sequence for the recurrent mixer."""
+class AttentionAndState(Mixer):
+    """A mixer of both: it caches tokens for its attention, and keeps a state per sequence for the recurrent mixer."""
 
     attention: Attention
     recurrent: Ssd
@@ -41,6 +41,11 @@ class Parallel(Mixer):
 
     def draft_elements(self, tp_size: int) -> int:
         return self.recurrent.draft_elements(tp_size)
+
+
+@dataclass(frozen=True)
+class Parallel(AttentionAndState):
+    """Both read the layer's input, and their results are added."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         parts = {"attention": self.attention, "recurrent": self.recurrent}

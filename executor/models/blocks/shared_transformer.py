@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, Fused, Kept, LayerSpec, RopeSpec, TokenCache
+from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec
 from headrace.executor.models.blocks import (
     Attend,
     Axis,
@@ -16,7 +16,6 @@ from headrace.executor.models.blocks import (
     LayerHeld,
     LayerOps,
     Linear,
-    Mixer,
     Norm,
     Ops,
     Stream,
@@ -24,9 +23,8 @@ from headrace.executor.models.blocks import (
     Weight,
     rounded_up,
 )
-from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Activation
-from headrace.executor.models.blocks.recurrent import Ssd
+from headrace.executor.models.blocks.parallel import AttentionAndState
 
 AT = "shared_transformer"
 
@@ -80,11 +78,9 @@ def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:
 
 
 @dataclass(frozen=True)
-class SharedTransformer(Mixer):
+class SharedTransformer(AttentionAndState):
     """output = mamba(norm(hidden + back(ffn(norm(attention(norm(hidden | embedding)))))))"""
 
-    attention: Attention
-    recurrent: Ssd
     inner: int
     activation: Activation
     rank: int
@@ -95,28 +91,6 @@ class SharedTransformer(Mixer):
     layer: int = 0
     source: int = 0
     """The first layer with the same transformer."""
-
-    @property
-    def num_heads(self) -> int:  # type: ignore[override]
-        return self.attention.num_heads
-
-    @property
-    def rope(self) -> RopeSpec | None:  # type: ignore[override]
-        return self.attention.rope
-
-    @property
-    def sliding_window(self) -> None:  # type: ignore[override]
-        return None
-
-    @property
-    def cache(self) -> TokenCache:
-        return self.attention.cache
-
-    def state(self, tp_size: int) -> tuple[Kept, ...]:
-        return self.recurrent.state(tp_size)
-
-    def draft_elements(self, tp_size: int) -> int:
-        return self.recurrent.draft_elements(tp_size)
 
     @staticmethod
     def fused(inner: int, count: int) -> tuple[Fused, ...]:
