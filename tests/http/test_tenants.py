@@ -196,6 +196,15 @@ def test_bodies_in_memory_are_divided() -> None:
     many.close()
 
 
+def test_a_piece_of_a_body_that_is_larger_than_the_memory_for_all_is_too_large_and_not_to_be_tried_again() -> None:
+    with serving_here(ServeOptions(port=0, max_body_bytes=1000)) as server, server.client() as client:
+        refused = client.post(
+            "/v1/completions", content=iter([b" " * 50_000]), headers={"content-type": "application/json"}
+        )
+        assert (refused.status_code, "retry-after" in refused.headers) == (413, False), refused.text
+        assert client.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
+
+
 def test_events_of_background_responses_are_divided() -> None:
     class Log:
         num_bytes = 6 << 20

@@ -369,10 +369,11 @@ class Exchange:
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 while (part := await self._part()) is not None:
+                    # first: a part may be larger than the memory for all, and to try again would not help then
+                    if self._num_body_bytes + len(part) > self._max_body_bytes:
+                        raise self._too_large()
                     self._bodies.reserve(len(part), self.tenant)
                     self._num_body_bytes += len(part)
-                    if self._num_body_bytes > self._max_body_bytes:
-                        raise self._too_large()
                     parts.append(part)
         except TimeoutError:
             raise ApiError(
