@@ -26,9 +26,14 @@ def heeded_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def die_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends, in case orderly shutdown fails."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Makes the kernel kill this process when the thread that started it ends, in case orderly shutdown fails.
+
+    parent: its id, for a child that nothing else would tell of an end before this call.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def leave_signals_to_parent() -> None:

@@ -234,10 +234,12 @@ def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, sta
     poller.register(parents_end, select.POLLIN)
     workers: dict[int, tuple[int, int]] = {}  # lane and pid by pidfd
 
+    helper = os.getpid()
+
     def fork(lane: int) -> None:
         states[lane] = _IDLE
         if (pid := os.fork()) == 0:
-            die_with_parent()
+            die_with_parent(helper)
             _work(channels, lane, states, work, stack_bytes)
         pidfd = open_pidfd(pid)
         poller.register(pidfd, select.POLLIN)
