@@ -100,6 +100,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.system
 def test_code_is_of_the_revision_that_is_named_in_its_own_repository_or_another(hub: Path) -> None:
     turned = {"code_revision": "turned"}
     straight, *found = answers(
@@ -127,6 +128,7 @@ def test_what_has_no_such_code_is_refused(hub: Path) -> None:
     assert re.search("code_revision=main is of a model on the hub; .* has its code with it", folder)
 
 
+@pytest.mark.system
 def test_code_that_others_can_have_changed_in_a_cache_is_not_run(
     hub: Path, private_cache: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def coordinators_of(server: Server) -> list[psutil.Process]:
     return [each for each in children if "headrace.core.coordinator.program" in each.cmdline()]
 
 
+@pytest.mark.system
 def test_several_http_processes_share_several_engines() -> None:
     with serving("-dp", "2", "--api-server-count", "2", null_model=SLOW) as server, ThreadPoolExecutor(6) as pool:
         expected = undisturbed()
@@ -114,6 +115,7 @@ def test_frontends_find_engines_and_go_on_without_a_coordinator(
                 assert llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
+@pytest.mark.system
 def test_with_keys_engines_are_found_over_tcp_by_those_who_have_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

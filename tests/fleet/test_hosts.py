@@ -57,6 +57,7 @@ def ranks_up(client: Any) -> list[int]:
     return [int(rank) for rank in re.findall(r'^headrace:engine_up\{[^}]*engine="(\d+)"[^}]*\} 1', text, re.MULTILINE)]
 
 
+@pytest.mark.system
 def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
     common = ("-dp", "3", "-dpa", "127.0.0.1", "-dpp", free_port())
     with serving(*common, "-dpl", "1", null_model=SLOW) as server, server.client() as client:

@@ -156,6 +156,7 @@ def test_a_death_that_nobody_has_noticed_yet_is_none_of_those_that_stay(processe
         assert stream(server, 1) == expected
 
 
+@pytest.mark.system
 def test_no_engine_returns_that_was_to_be_restarted_when_it_was_removed() -> None:
     """The pause before its restart goes on while another engine gets its rank."""
     arguments = ("-dp", "2", "--restart-engine", "10", "--api-server-count", "2")
@@ -296,6 +297,7 @@ def test_scaling_down_takes_the_dead_and_leaves_those_that_serve(processes: str,
         assert survivor in [each.pid for each in engines_of(server)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_scaling_that_fails_leaves_nothing_that_counts_and_can_be_tried_again(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +349,7 @@ def test_two_scalings_at_once_both_end() -> None:
         assert len(engines_of(server)) in (1, 3)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> None:
     model = {"load_delay_s": 3.0, **SLOW}
@@ -364,6 +367,7 @@ def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> No
         assert len(engines_of(server)) == 2
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

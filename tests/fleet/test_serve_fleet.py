@@ -90,6 +90,7 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
             assert again.result(60) == expected[1]
 
 
+@pytest.mark.system
 def test_requests_whose_engines_are_killed_at_the_same_moment_are_not_blamed() -> None:
     """They wait for an engine that is started again: moved to the other, whose end is not known yet, one would lose
     two."""

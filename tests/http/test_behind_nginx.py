@@ -154,6 +154,7 @@ def test_two_servers_behind_nginx_are_restarted_in_turn_and_no_request_is_lost(t
             each.close()
 
 
+@pytest.mark.system
 def test_a_server_that_stops_behind_nginx_as_it_comes_loses_no_request(tmp_path):
     """Its connections are refused from the first signal on, so nginx takes the other server, also for a POST."""
     ports, port = (free_port(), free_port()), free_port()

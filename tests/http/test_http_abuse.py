@@ -108,7 +108,7 @@ def test_long_names_and_values_are_cut_in_every_answer(client):
         (CHAT, {"messages": [{"role": "r" * 300_000, "content": [{"type": "t" * 300_000}]}]}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages" * 9999: 1}}),
     ):
-        answer = client.post(path, json=body)
+        answer = client.post(path, json={**body, "max_tokens": 1})
         assert answer.status_code in (200, 400, 404), answer.text[:300]
         assert len(answer.content) < 2 * LONGEST_MESSAGE or answer.status_code == 200
     assert client.get("/" + "v1/" * 10_000).status_code == 404

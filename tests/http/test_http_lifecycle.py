@@ -140,6 +140,7 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
     assert "nowhere:Nothing" in server.log
 
 
+@pytest.mark.system
 def test_an_engine_that_is_stopped_for_seconds_loses_nothing_and_changes_nothing(slow_server):
     """As by a debugger, swapping or a virtual machine's pause. test_http_restart.py has more such pauses."""
     asked = {"prompt": [7, 8], "max_tokens": 150, "ignore_eos": True, "temperature": 1, "seed": 3}

@@ -126,6 +126,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.system
 def test_a_clock_that_jumps_a_day_on_and_back_ends_and_changes_nothing(clock: Clock, tmp_path: Path) -> None:
     store = str(tmp_path / "responses.sqlite")
     with serving("--restart-engine", "2", "--response-store", store, null_model=NULL) as server:
