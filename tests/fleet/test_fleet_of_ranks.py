@@ -31,9 +31,10 @@ def test_tokens_are_those_of_one_rank_also_where_a_worker_is_killed(
     tiny_models.save("llama", tmp_path)
     with start(tmp_path, in_process=True) as llm:
         expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    others = psutil.Process().children()  # such as the helper that renders templates for tests of this process
     with start(tmp_path, data_parallel_size=2, **ranks) as llm:
         assert [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == expected
-        cores = [each for each in psutil.Process().children() if len(each.children()) == 2]
+        cores = [each for each in psutil.Process().children() if each not in others and len(each.children()) == 2]
         assert len(cores) == 2
         llm.enqueue(PROMPTS, PARAMS)
         wait_until(lambda: llm.get_stats().num_generated_tokens > 4 * 200 + 8, 20, "tokens of all")

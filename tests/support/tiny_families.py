@@ -38,7 +38,7 @@ FAMILIES: dict[str, TinyModel] = {
     "granite": tiny("Granite", **(GRANITE | {"embedding_multiplier": 1.5}), tie_word_embeddings=True),
     "granite_swa": tiny(
         "GraniteSWA",
-        **(GRANITE | {"num_hidden_layers": 5}),
+        **(GRANITE | {"num_hidden_layers": 5, "embedding_multiplier": 1.5}),
         sliding_window=20,
         layer_rope_theta=[0, 10000.0, 10000.0, 500.0, 10000.0],
     ),
