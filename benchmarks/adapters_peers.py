@@ -1,17 +1,21 @@
 """What an adapter (LoRA) costs here and in vLLM, peft and llama.cpp, alternately in one run.
 
-    python benchmarks/adapters_peers.py --peers DIR [--shape 135m] [--only headrace peft] [--rounds 3] [--out FILE.json]
+    python benchmarks/adapters_peers.py [--peers DIR] [--shape 135m] [--only headrace peft] [--rounds 3] [--share 0.25]
+                                        [--out FILE.json]
 
 DIR has a virtual environment for each peer, `vllm`, `hf` (transformers and peft) and `llamacpp` (llama-cpp-python);
-those that are not there are left out. All read the same model of random weights in bfloat16, llama.cpp as GGUF, and the
-same adapters of rank 16 on all linear layers. `prefill_1024` is a prompt of 1,024 tokens, `decode_8` 64 tokens of 8
-prompts of 16, each without an adapter, with one, and with 8 distinct ones, where the engine can. Figures are medians of
-seconds over the rounds. Nothing else may run on the machine. `--engine NAME FOLDER` runs one of them alone.
+those that are not there are left out, and peft runs in this environment where it has it. All read the same model of
+random weights in bfloat16, llama.cpp as GGUF, and the same adapters of rank 16 on all linear layers. `prefill_1024`
+is a prompt of 1,024 tokens, `decode_8` 64 tokens of 8 prompts of 16, each without an adapter, with one, and with 8
+distinct ones, where the engine can. `--share` shortens the long prompt and the answers; peft takes a minute for a
+round of them. Figures are medians of seconds over the rounds. Nothing else may run on the machine. `--engine NAME
+FOLDER` runs one of them alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import statistics
@@ -27,6 +31,8 @@ HERE = Path(__file__).parent
 VENVS = {"vllm": "vllm", "peft": "hf", "llama.cpp": "llamacpp"}
 CASES = {"prefill_1024": (1, 1024, 1), "decode_8": (8, 16, 64)}
 """Prompts, tokens of each, and tokens of each answer."""
+LEAST_TOKENS, WARM_TOKENS = 16, 2
+"""Of a shortened prompt or answer, and of each answer of the first round, which is not counted."""
 RANK, NUM_ADAPTERS = 16, 8
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2}  # fmt: skip
@@ -75,6 +81,8 @@ def open_peft(folder: Path) -> Run:
     import torch
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     adapted: Any = peft.PeftModel.from_pretrained(model, str(folder / "adapter 0"), "a0")
     for number in range(1, NUM_ADAPTERS):
@@ -144,10 +152,15 @@ ENGINES = {
 }
 
 
-def measured(run: Run, rounds: int) -> dict[str, Any]:
+def shortened(tokens: int, share: float) -> int:
+    return tokens if tokens <= LEAST_TOKENS else max(LEAST_TOKENS, round(tokens * share))
+
+
+def measured(run: Run, rounds: int, share: float) -> dict[str, Any]:
     """Seconds by case and kind, kinds alternating; an error in the place of what an engine cannot do."""
     found: dict[str, Any] = {}
-    for case, (count, size, tokens) in CASES.items():
+    for case, (count, *sizes) in CASES.items():
+        size, tokens = (shortened(each, share) for each in sizes)
         kinds: dict[str, list[int | None]] = {"base": [None] * count, "1 adapter": [0] * count}
         if count > 1:
             kinds["8 adapters"] = list(range(count))
@@ -156,7 +169,7 @@ def measured(run: Run, rounds: int) -> dict[str, Any]:
             for kind, adapters in list(kinds.items()):
                 began = time.perf_counter()
                 try:
-                    run(prompts(count, size, seed), tokens, adapters)
+                    run(prompts(count, size, seed), tokens if seed else min(tokens, WARM_TOKENS), adapters)
                 except NotImplementedError as error:
                     found[f"{case}, {kind}"] = str(error)
                     del kinds[kind]
@@ -202,14 +215,17 @@ def main() -> None:
     parser.add_argument("--shape", default="135m", choices=("135m", "1.7b", "tiny"), help="tiny: to try the script")
     parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of the tokens of long prompts and answers")
     parser.add_argument("--engine", nargs=2, metavar=("NAME", "FOLDER"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.engine:
         name, where = arguments.engine
-        print(json.dumps(measured(ENGINES[name](Path(where)), arguments.rounds)))
+        print(json.dumps(measured(ENGINES[name](Path(where)), arguments.rounds, arguments.share)))
         return
     pythons = {"headrace": Path(sys.executable)}
+    if importlib.util.find_spec("peft"):
+        pythons["peft"] = Path(sys.executable)
     if arguments.peers is not None:
         found = {name: arguments.peers.absolute() / venv / "bin/python" for name, venv in VENVS.items()}
         pythons |= {name: python for name, python in found.items() if python.exists()}
@@ -218,13 +234,15 @@ def main() -> None:
         results: dict[str, Any] = {}
         for name in (each for each in arguments.only if each in pythons):
             command = [str(pythons[name]), __file__, "--engine", name, at, "--rounds", str(arguments.rounds)]
+            command += ["--share", str(arguments.share)]
             ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             results[name] = json.loads(ended.stdout.splitlines()[-1]) if not ended.returncode else "failed"
             print(name, shown(results[name]), flush=True)
     if arguments.out:
         from report import write_report
 
-        write_report(arguments.out, "adapters_peers", {"shape": arguments.shape, "engines": results})
+        about = {"shape": arguments.shape, "share": arguments.share, "engines": results}
+        write_report(arguments.out, "adapters_peers", about)
 
 
 def shown(result: Any) -> Any:
