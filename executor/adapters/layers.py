@@ -180,8 +180,11 @@ class _Mapped:
                     f"experts of {[2 * inner, hidden]} and {[hidden, inner]}"
                 )
             self._check_rank(module, len(a) // count)
-            b = b * self.adapter.config.scaling(module.name, len(a) // count)
-            if (rows, columns) == (hidden, inner):
+            is_down = (rows, columns) == (hidden, inner)
+            # As peft names the tensor, whatever module wraps it.
+            parameter = f"{module.name.removesuffix('.base_layer')}.{'down' if is_down else 'gate_up'}_proj"
+            b = b * self.adapter.config.scaling(parameter, len(a) // count)
+            if is_down:
                 parts = [(stack.downs, slice(None))]
             elif (stacked := self.layers.spec.stacked) is not None and stacked.alternating:
                 parts = [(stack.gates, slice(0, None, 2)), (stack.ups, slice(1, None, 2))]
@@ -245,7 +248,7 @@ class _Mapped:
             b = b * self.adapter.config.scaling(module.name, len(b))
         rows = None
         if module.weight is not None:
-            self._check_shape(module.name, tuple(module.weight.shape), shape)
+            self._check_vocabulary(module.name, module.weight, shape)
             if not self._is_copy(module.weight, f"{module.name}.weight"):
                 rows = module.weight.float()
         return EmbeddingDelta(a, b, rows)
@@ -263,7 +266,7 @@ class _Mapped:
         own = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else slice(0, spec.vocab_size)
         own = slice(own.start, min(own.stop, spec.vocab_size))
         if module.weight is not None:
-            self._check_shape(module.name, tuple(module.weight.shape), shape)
+            self._check_vocabulary(module.name, module.weight, shape)
         if module.weight is not None and not self._is_copy(module.weight, f"{module.name}.weight"):
             if module.factors is not None:
                 raise self._error(f"{module.name} has factors beside a matrix in the place of the model's own")
@@ -350,6 +353,16 @@ class _Mapped:
             raise self._error(
                 f"{name} is of a matrix of {list(found)}, and the model's has {list(shape)}: it is of another model"
             )
+
+    def _check_vocabulary(self, name: str, weight: Tensor, shape: tuple[int, int]) -> None:
+        """Of a whole matrix in the place of the embedding's or the head's."""
+        found = tuple(weight.shape)
+        if len(found) == 2 and found[1] == shape[1] and found[0] != shape[0]:
+            raise self._error(
+                f"{name} is of a vocabulary of {found[0]}, and the model's has {shape[0]}: it was trained with tokens "
+                "added or left out; save the model with the same vocabulary (resize_token_embeddings), and use that"
+            )
+        self._check_shape(name, found, shape)
 
     def _own_name(self, name: str) -> str:
         """An adapter's name of a module as the checkpoint's, whose prefix may be another."""

@@ -24,7 +24,7 @@ IDLE = frozenset(
     (
         *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),  # of names
         *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"),
-        *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"),
+        *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "merge_weights"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),  # of training
         *("qalora_group_size", "ensure_weight_tying", "bias", "lora_bias", "target_parameters"),  # the tensors show it
     )
@@ -39,6 +39,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "kasa_config": "it has a third factor",
         "monteclora_config": "its factors are random",
         "trainable_token_indices": "it replaces single rows of the embedding",
+        "enable_lora": "it leaves out parts of fused matrices, as peft did before 0.3",
     }
 )
 """Keys that change the computation in a way that is not implemented, unless they are unset."""
@@ -47,6 +48,8 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 _NOT_COMPUTED_WITH = ("peft_version", "expressions")
+_UNSET: tuple[object, ...] = (None, False, [], {}, "")
+"""Values with which a key of another version of peft changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class AdapterConfig:
     def canonical(self) -> bytes:
         """What the computation depends on, the same for the same content."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_COMPUTED_WITH}
-        return json.dumps(values, sort_keys=True, default=dict).encode()
+        for name in ("rank_pattern", "alpha_pattern"):  # the first that matches applies
+            values[name] = list(values[name].items())
+        return json.dumps(values, sort_keys=True).encode()
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -125,8 +130,8 @@ def config_of(content: Mapping[str, Any], path: Path) -> AdapterConfig:
             f"{path}: alora_invocation_tokens has {len(tokens)} tokens, and at most {MOST_INVOCATION_TOKENS} are "
             "looked for in every prompt"
         )
-    if rest:
-        raise ModelError(f"{path}: unknown keys {printable(', '.join(sorted(map(str, rest))))[:200]}")
+    if unknown := sorted(str(key) for key, value in rest.items() if value not in _UNSET):
+        raise ModelError(f"{path}: unknown keys {printable(', '.join(unknown))[:200]}")
     return AdapterConfig(
         rank=int(rank),
         alpha=alpha,
