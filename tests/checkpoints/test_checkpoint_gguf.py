@@ -39,7 +39,6 @@ SAID_OTHERWISE = {
     "falcon-h1": "its multipliers are in the matrices",
     "falcon-h1, normed": "its multipliers are in the matrices",
     "nemotron_h": "keys of the experts that it has none of",
-    "nemotron_h_moe": "rows of queries and keys in another order, which without rotations is the same",
 }
 """Cases whose files say the same model in other words, and what. `test_gguf_families.py` compares all cases' tokens."""
 

@@ -45,7 +45,6 @@ NO_ADAPTER = {
     "starcoder": "the same",
     **dict.fromkeys(("mamba", "mamba, falcon", "mamba2", "mamba2, one group, tied"), "no linear layers by these names"),
     **dict.fromkeys(("falcon-h1", "falcon-h1, normed"), "refused: the converter multiplies rows"),
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "their config lists layers under a name of its own"),
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "gpt-oss", "llama4", "granitemoe"), "rows of other tensors"),
 }
 """Cases that are not converted here, or that are tested on their own."""
@@ -113,6 +112,7 @@ def dense(spec: ArchSpec, adapter: Adapter) -> dict[str, Tensor]:
 
 ONE_OF_A_KIND = {
     *("llama, shared heads, tied", "phi3", "falcon", "bloom", "mixtral", "qwen3moe", "glm4", "internlm2", "lfm2"),
+    "nemotron_h_moe",
 }
 """The others convert their tensors as one of these, and take their time together."""
 

@@ -162,7 +162,7 @@ def save_adapter(
     **metadata: Any,
 ) -> Path:
     """Writes an adapter as llama.cpp's convert_lora_to_gguf.py does. factors: (A, B) by the checkpoint's modules."""
-    arch = ARCHITECTURES[architecture]
+    arch = gguf_keys.file_architecture(ARCHITECTURES[architecture], config)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -170,7 +170,8 @@ def save_adapter(
     for key, value in metadata.items():
         _write(writer, key.replace("__", "."), value)
     kind_of_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    num_layers = next(config[key] for key in ("num_hidden_layers", "n_layers", "n_layer") if key in config)
+    sizes = {"num_hidden_layers": len(config.get("layers_block_type") or ()), **config}  # Nemotron-H's have no number
+    num_layers = next(sizes[key] for key in ("n_layers", "n_layer", "num_hidden_layers") if key in sizes)
     names = gguf.get_tensor_name_map(kind_of_arch, num_layers)
     for name, pair in gguf_tensors.converted_factors(arch, factors, config).items():
         own = _name_in_file(names, name)

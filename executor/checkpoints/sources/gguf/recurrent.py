@@ -285,10 +285,13 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
         ),
         "mamba": GGUFArchitecture("MambaForCausalLM", "mamba", whole=_mamba),
         "mamba2": GGUFArchitecture("Mamba2ForCausalLM", "mamba2", whole=_mamba2),
-        "nemotron_h": GGUFArchitecture("NemotronHForCausalLM", "nemotron_h", extra=_nemotron_h, some_attend=True),
+        "nemotron_h": GGUFArchitecture(
+            "NemotronHForCausalLM", "nemotron_h", permuted=True, extra=_nemotron_h, some_attend=True
+        ),
         "nemotron_h_moe": GGUFArchitecture(
             "NemotronHForCausalLM",
             "nemotron_h",
+            permuted=True,
             is_mixture=True,
             extra=_nemotron_h,
             routes_in_groups=True,
