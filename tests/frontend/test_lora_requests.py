@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import InvalidRequestError, LoRARequest, OptionError
+from headrace.frontend.adapters import hub_resolver
 from headrace.frontend.adapters.folder_resolver import FilesystemResolver
 from headrace.frontend.adapters.hub_resolver import HfHubResolver
 from headrace.frontend.adapters.lora_modules import LoRAModulePath, parse_lora_modules
@@ -142,39 +143,79 @@ def test_a_base_named_by_its_folder_is_the_same_model(tmp_path: Path) -> None:
     assert resolved(resolver, "a", str(tmp_path / "elsewhere")) is None
 
 
-def test_the_hubs_resolver_asks_for_named_repositories_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+class Hub:
+    """Of one repository, whose files are in a folder."""
 
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub
+
+        self.folder = folder
+        self.listed: list[str] = []
+        self.fetched: list[list[str]] = []
+        self.error: Exception | None = None
+        patch.setattr(huggingface_hub, "list_repo_files", self.list)
+        patch.setattr(huggingface_hub, "snapshot_download", self.download)
+
+    def list(self, repo: str) -> list[str]:
+        self.listed.append(repo)
+        if self.error is not None:
+            raise self.error
+        return [str(each.relative_to(self.folder)) for each in self.folder.rglob("*") if each.is_file()]
+
+    def download(self, repo: str, *, allow_patterns: list[str]) -> str:
+        assert repo == "org/adapters"
+        self.fetched.append(allow_patterns)
+        return str(self.folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     adapter_in(tmp_path / "sql")
-    asked: list[tuple[str, str]] = []
+    return Hub(tmp_path, monkeypatch)
 
-    def exists(repo: str, name: str) -> bool:
-        asked.append((repo, name))
-        return (tmp_path / name).exists()
 
-    def download(repo: str, *, allow_patterns: list[str]) -> str:
-        assert all(pattern.startswith("sql/adapter_") for pattern in allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "file_exists", exists)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+def test_the_hubs_resolver_asks_for_named_repositories_alone(hub: Hub) -> None:
     resolver = HfHubResolver(["org/adapters"])
-    assert resolved(resolver, "org/adapters/sql") == str(tmp_path / "sql")
-    assert resolved(resolver, "org/adapters/chat") is None
-    assert asked == [("org/adapters", "sql/adapter_config.json"), ("org/adapters", "chat/adapter_config.json")]
     for name in ("org/others/sql", "org/adaptersX/sql", "org/adapters/../sql", "sql"):
         assert resolved(resolver, name) is None
-    assert len(asked) == 2, "no other repository is asked for anything"
+    assert not hub.listed, "no other repository is asked for anything"
+    assert resolved(resolver, "org/adapters/sql") == str(hub.folder / "sql")
+    assert hub.listed == ["org/adapters"]
+    assert hub.fetched == [["sql/adapter_config.json", "sql/adapter_model.*"]]
 
 
-def test_a_hub_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+def test_names_that_clients_make_up_cost_no_requests(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = HfHubResolver(["org/adapters"])
 
-    def fail(repo: str, name: str) -> bool:
-        raise ConnectionError("no network")
+    async def flood() -> None:
+        for _ in range(2):
+            asked = [resolver.resolve_lora(BASE, f"org/adapters/made/up/{each}") for each in range(200)]
+            assert not any(await asyncio.gather(*asked))
 
-    monkeypatch.setattr(huggingface_hub, "file_exists", fail)
-    assert resolved(HfHubResolver(["org/adapters"]), "org/adapters") is None
+    asyncio.run(flood())
+    assert len(hub.listed) == 1
+    assert not hub.fetched
+    for _ in range(3):  # of another model: it is refused by its config, and not fetched each time
+        assert resolved(resolver, "org/adapters/sql", "another") is None
+    assert len(hub.fetched) == 1
+    adapter_in(hub.folder / "new")
+    assert resolved(resolver, "org/adapters/new") is None
+    monkeypatch.setattr(hub_resolver, "REMEMBERED_S", 0.0)
+    assert resolved(resolver, "org/adapters/new") == str(hub.folder / "new"), "what is added is found later"
+    assert len(hub.listed) == 2
+
+
+def test_a_hub_that_does_not_answer_is_no_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = HfHubResolver(["org/adapters"])
+    hub.error = ConnectionError("no network")
+    for name in ("org/adapters", "org/adapters/sql"):
+        assert resolved(resolver, name) is None
+    assert len(hub.listed) == 1, "nor is it asked again for each name"
+    monkeypatch.setattr(hub_resolver, "FAILED_S", 0.0)
+    resolver = HfHubResolver(["org/adapters"])
+    assert resolved(resolver, "org/adapters/sql") is None
+    hub.error = None
+    assert resolved(resolver, "org/adapters/sql") == str(hub.folder / "sql"), "it is asked again sooner"
 
 
 def test_the_registry_has_vllms_methods(monkeypatch: pytest.MonkeyPatch) -> None:
