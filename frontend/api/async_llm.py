@@ -156,6 +156,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         self._client, self._tracer, self._shows_start = client, tracer, shows_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None  # of `shutdown`
         self._closed = False
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
@@ -505,7 +506,10 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
             self._starting.cancel()
         self._stop_engines()
         if self._has_started and self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._client.close(STOP_DEADLINE_S), self._loop)
+            self._loop.call_soon_threadsafe(self._close_client)  # the loop may never run again
+
+    def _close_client(self) -> None:
+        self._closing = asyncio.get_running_loop().create_task(self._client.close(STOP_DEADLINE_S))
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

@@ -217,6 +217,19 @@ async def test_shutdown_is_no_coroutine_and_ends_what_runs() -> None:
             await llm.check_health()
 
 
+def test_shutdown_leaves_nothing_to_a_loop_that_runs_no_more() -> None:
+    """As after an exception that ended it."""
+    core, loop = MemoryCore(FakeCore()), asyncio.new_event_loop()
+    llm = loop.run_until_complete(AsyncLLM.attach(core.transport))
+    llm.shutdown()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loop.close()
+        gc.collect()
+    core.stop()
+    assert not [each for each in warned if "never awaited" in str(each.message)]
+
+
 def test_another_loop_is_told() -> None:
     async def attach() -> tuple[MemoryCore, AsyncLLM]:
         core = MemoryCore(FakeCore())
