@@ -58,6 +58,10 @@ _READS_PATHS = ("auto", "uni", "mp")
 """Executors that read the model from this machine's files."""
 STACKS_WITHIN_S = 2.0
 """How long a program that hangs may take to write its threads' stacks."""
+_WHY_SIGBUS = (
+    "that is the signal for a mapped file that has lost its end or cannot be read: a checkpoint that was written over "
+    "while it was read, a disk that fails, or a full /dev/shm"
+)
 STOP_MESSAGE_S = 1.0
 """How long a child may take to read its Stop message."""
 OnProgress = Callable[[Progress], None]
@@ -373,6 +377,8 @@ class Child:
             how = f"was killed by signal {-status} ({kind})"
             if -status == signal.SIGKILL and oom_kill_count() > self._oom_kills:
                 how += "; the kernel reports that it ran out of memory"
+            if -status == signal.SIGBUS:
+                how += f"; {_WHY_SIGBUS}"
         else:
             kind = f"exit status {status}"
             how = f"ended with {kind}" + ("" if status else " without being asked to")

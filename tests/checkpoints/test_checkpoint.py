@@ -196,6 +196,40 @@ def test_a_truncated_or_foreign_weight_file_is_named(
         open_folder(tmp_path).weights()
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "gguf"])
+def test_a_file_that_is_written_over_while_it_is_read_is_named(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond its new end, reading would end the process (SIGBUS)."""
+    model = tiny_models.build("llama")
+    if kind == "gguf":
+        file = path = save_gguf(model, tmp_path / "model.gguf")
+    else:
+        path = tiny_models.save("llama", tmp_path / "model")
+        (file,) = path.glob("*.safetensors")
+        if kind == "torch":
+            torch.save(model.state_dict(), path / "pytorch_model.bin")
+            file.unlink()
+            file = path / "pytorch_model.bin"
+    weights = open_folder(path).weights()
+    name, *_, last = sorted(weights.names())
+    kept = weights.get(name).clone()
+    os.rename(file, tmp_path / "former")
+    file.write_bytes(b"new")
+    assert torch.equal(weights.get(name), kept), "another file in its place does no harm"
+    os.replace(tmp_path / "former", file)
+    assert not caplog.messages
+    os.utime(file, ns=(0, 0))
+    assert torch.equal(weights.get(name), kept)
+    weights.get(last)
+    assert caplog.messages == [f"{file} was changed while it was read: its weights may be of two checkpoints"]
+    size = file.stat().st_size
+    os.truncate(file, 1 << 16)
+    for each in (name, last):
+        with pytest.raises(ModelError, match=rf"{file.name} was written over .*: {size} bytes became 65536"):
+            weights.get(each)
+
+
 def test_shards_that_do_not_match_their_index_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"dtype": "float32"}')
     as_sharded_safetensors(tmp_path, {name: torch.ones(4, 4) for name in "abcd"})

@@ -114,6 +114,12 @@ def test_a_bar_that_nobody_reads_and_a_listener_that_fails_hide_neither_start_no
     assert not shown.is_alive(), "other threads wait for ever to show a bar"
 
 
+def test_the_signal_of_a_file_that_lost_its_end_is_explained() -> None:
+    child = Child("reading", ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)"], start_message())
+    with pytest.raises(EngineStartError, match=r"signal 7 \(SIGBUS\); .* a checkpoint that was written over"):
+        child.wait_ready(60)
+
+
 def test_a_child_that_hangs_in_mid_message_is_still_watched():
     child = Child("halting", ["-c", HALF_A_MESSAGE], start_message())
     deadline_s = time.monotonic() + 20

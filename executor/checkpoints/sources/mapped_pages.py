@@ -4,15 +4,48 @@ the packed weights and the whole files that they were packed from. The page cach
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
 import re
 from pathlib import Path
 
+from headrace.ipc.failure import ModelError
 from headrace.ipc.process.resources import release_pages
 
+logger = logging.getLogger(__name__)
 WINDOW_BYTES = 8 << 20
 """Bytes that may be read before pages are released: more than most tensors have, so that no tensor is read twice."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \S+\s+(/.*)")
+
+
+class MappedFile:
+    """Tells whether a mapped file was written over: beyond a new end, reading would end this process (SIGBUS), and
+    before it, weights of two checkpoints would mix. Another file in its place does no harm, as the first stays mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._path, self._known = path, os.stat(path)
+
+    def require_whole(self) -> None:
+        """Call before reading. Raises ModelError if the file has become shorter; logs a change that leaves it as long,
+        since some file systems change the times of files that nobody has written."""
+        try:
+            now = os.stat(self._path)
+        except OSError:
+            return
+        known = self._known
+        if not os.path.samestat(now, known):
+            return
+        if now.st_size < known.st_size:
+            raise ModelError(
+                f"{self._path} was written over while it was read: {known.st_size} bytes became {now.st_size}",
+                hint="write a checkpoint under another name, and rename it when it is complete",
+            )
+        if now.st_mtime_ns != known.st_mtime_ns:
+            self._known = now
+            logger.warning("%s was changed while it was read: its weights may be of two checkpoints", self._path)
 
 
 class MappedPages:
@@ -21,8 +54,8 @@ class MappedPages:
     A released page that is accessed again is read again, mostly from the page cache.
     """
 
-    def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first // mmap.PAGESIZE * mmap.PAGESIZE, last
+    def __init__(self, first: int, last: int, file: MappedFile | None = None) -> None:
+        self._first, self._last, self._file = first // mmap.PAGESIZE * mmap.PAGESIZE, last, file
         self._read_bytes = 0
 
     @classmethod
@@ -41,9 +74,12 @@ class MappedPages:
 
     def read(self, address: int, num_bytes: int) -> None:
         """Call before reading num_bytes at an address. Releases the mapping's pages if more than WINDOW_BYTES would
-        have been read since the last release. Ignores addresses outside the mapping."""
+        have been read since the last release. Ignores addresses outside the mapping. Raises ModelError if the file has
+        become shorter."""
         if num_bytes == 0 or not self._first <= address < self._last:
             return
+        if self._file is not None:
+            self._file.require_whole()
         if self._read_bytes + num_bytes > WINDOW_BYTES:
             self._let_go()
         self._read_bytes += num_bytes

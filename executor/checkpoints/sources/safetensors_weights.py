@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.mapped_pages import MappedPages
+from headrace.executor.checkpoints.sources.mapped_pages import MappedFile, MappedPages
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, bounds, take_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
@@ -102,6 +102,7 @@ class SafetensorsFile:
         self.path = path
         with open_file(path) as file:  # a hanging mount blocks here, where the GIL is released; safe_open holds it
             file.read(1)
+        self._mapped = MappedFile(path)
         self._file = safe_open(path, framework="pt")
         self.names = frozenset(self._file.keys())
         self._pages: MappedPages | None = None
@@ -118,7 +119,9 @@ class SafetensorsFile:
         return StoredTensor.plain(tuple(found.get_shape()), FLOATS.get(kind, kind), partial(self.get, name))
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor or a part of it; nothing else is read. It is a view of the mapped file and must not be written."""
+        """The tensor or a part of it; nothing else is read. It is a view of the mapped file and must not be written.
+        Raises ModelError if the file has become shorter."""
+        self._mapped.require_whole()
         shape = self.shape(name)
         if not shape:
             scalar: Tensor = self._file.get_tensor(name)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
+from headrace.executor.checkpoints.sources.mapped_pages import MappedFile
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
+from headrace.executor.checkpoints.weights import StoredTensor
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 from headrace.ipc.process.regular_files import require_file
@@ -29,7 +31,9 @@ class TorchWeights(TensorWeights):
 
     def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
         found, chosen = dict[str, Tensor](), weight_map or {}
+        self._mapped: dict[str, MappedFile] = {}
         for file in files:
+            mapped = _mapped(file)
             loaded = _load_torch(file)
             held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
             for name, value in held.items():
@@ -42,10 +46,23 @@ class TorchWeights(TensorWeights):
             if twice := found.keys() & held.keys():
                 raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
             found |= held
+            self._mapped |= dict.fromkeys(held, mapped)
         try:
             super().__init__(found)
         except ModelError as error:
             raise ModelError(f"{', '.join(map(str, files[:3]))}: {error}") from None
+
+    def stored(self, name: str) -> StoredTensor:
+        """Raises ModelError if its file has become shorter."""
+        self._mapped[name].require_whole()
+        return super().stored(name)
+
+
+def _mapped(file: Path) -> MappedFile:
+    try:
+        return MappedFile(file)
+    except OSError as error:
+        raise unreadable(file, "a whole file of torch.save", str(error)) from error
 
 
 def _load_torch(file: Path) -> dict[Any, Any]:

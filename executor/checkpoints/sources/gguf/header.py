@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.checkpoints.sources.mapped_pages import MappedPages
+from headrace.executor.checkpoints.sources.mapped_pages import MappedFile, MappedPages
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import require_file
 
@@ -88,10 +88,10 @@ class GGUFHeader:
     def __init__(self, path: Path, content: np.ndarray | None = None) -> None:
         """content: the file's bytes if they are in memory, [size] uint8; else it is mapped."""
         self.path = path
-        self._map = _mapped(path, content)
+        self._map, file = _mapped(path, content)
         self._data = memoryview(self._map)
-        mapped_bytes = self._map.nbytes if content is None else 0
-        self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + mapped_bytes)
+        mapped_bytes = self._map.nbytes if file is not None else 0
+        self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + mapped_bytes, file)
         self._position = 0
         tensor_count, key_count = self._read_start()
         self.metadata: dict[str, Any] = {}
@@ -249,12 +249,14 @@ class GGUFHeader:
         return TensorRecord(name, shape, type_number, kind.name, block_size, block_bytes, data, self._pages)
 
 
-def _mapped(path: Path, content: np.ndarray | None) -> Any:
-    """The file's bytes, memory-mapped unless they are given: [size] uint8. Raises ModelError."""
+def _mapped(path: Path, content: np.ndarray | None) -> tuple[Any, MappedFile | None]:
+    """The file's bytes, [size] uint8, and, unless they are given, the file that they are mapped from. Raises
+    ModelError."""
     if content is not None:
-        return content
+        return content, None
     try:
         require_file(path)
-        return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+        file = MappedFile(path)
+        return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8), file
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
