@@ -31,12 +31,16 @@ from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.process.program import own_environment, python_command, starting_folder
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd, wait_readable
+from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 START_S = 60.0
 """Longest wait for a helper's start, even on a busy machine."""
 RENEW = 64
 """Exit status of a worker that asks to be forked anew, as it has much memory that nothing needs any more."""
+LOOKING_S = 150e-6
+"""How long a caller looks for an answer without sleeping."""
+MOST_NOT_LOOKED = 63
+"""Most answers in a row for which it sleeps at once."""
 _IDLE, _RECEIVING, _WORKING, _ANSWERING = range(4)
 
 
@@ -49,6 +53,23 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
     status: int
     """Negative: the number of the signal that ended it."""
+
+
+class Looking:
+    """Whether a caller looks for its answer for a moment before it sleeps. To be woken takes as long as a short work
+    does, but looking helps only where the worker has a processor meanwhile. So after each answer that did not come in
+    time, more of them are waited for asleep."""
+
+    def __init__(self) -> None:
+        self._not_looked = self._left = 0
+
+    def look(self, channel: Channel) -> None:
+        if self._left:
+            self._left -= 1
+        elif channel.looks_for(LOOKING_S):
+            self._not_looked = 0
+        else:
+            self._not_looked = self._left = min(2 * self._not_looked + 1, MOST_NOT_LOOKED)
 
 
 @dataclass
@@ -72,11 +93,14 @@ class Helper:
         *,
         beginning: Any = None,
         environment: Mapping[str, str] | None = None,
+        answers_soon: bool = False,
     ) -> None:
         """module: calls `run_helper`. messages: the union of those in both directions. beginning: the first message,
-        for the helper itself. environment: variables in addition to this process's."""
+        for the helper itself. environment: variables in addition to this process's. answers_soon: most work takes less
+        than a caller takes to fall asleep and be woken."""
         self._module, self._messages, self._num_lanes = module, messages, num_lanes
         self._beginning, self._environment = beginning, environment or {}
+        self._looking = Looking() if answers_soon else None
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._owner = os.getpid()
@@ -100,7 +124,7 @@ class Helper:
         except (ChannelClosedError, WaitTimeoutError) as error:
             self._end(running)
             raise ChannelClosedError(str(error)) from error
-        return Sent(running, lane, self._end)
+        return Sent(running, lane, self._end, self._looking)
 
     def end(self) -> None:
         """Ends the process; the next work starts another."""
@@ -160,10 +184,10 @@ class Helper:
 class Sent:
     """Work that was passed to a worker."""
 
-    __slots__ = ("_end", "_lane", "_running")
+    __slots__ = ("_end", "_lane", "_looking", "_running")
 
-    def __init__(self, running: _Running, lane: int, end: Callable[[_Running], None]) -> None:
-        self._running, self._lane, self._end = running, lane, end
+    def __init__(self, running: _Running, lane: int, end: Callable[[_Running], None], looking: Looking | None) -> None:
+        self._running, self._lane, self._end, self._looking = running, lane, end, looking
 
     def receive(self, most_wait_s: float, *, start_s: float = START_S, ends: bool = True) -> Any:
         """The answer, or WorkerEnded. start_s: how long to wait for the helper itself.
@@ -177,6 +201,8 @@ class Sent:
             if lane in running.starting:
                 channel.receive(Deadline(start_s))
                 running.starting.discard(lane)
+            elif self._looking is not None:
+                self._looking.look(channel)
             return channel.receive(Deadline(most_wait_s))
         except WaitTimeoutError:
             if ends:
@@ -276,7 +302,7 @@ def _work(channels: Sequence[Channel], lane: int, states: mmap.mmap, work: Work,
         try:
             work.begin()
             while True:
-                wait_readable(channel.fileno(), Deadline(None), what="work")
+                channel.wait(Deadline(None))
                 states[lane] = _RECEIVING
                 message = channel.receive(Deadline(None))
                 states[lane] = _WORKING

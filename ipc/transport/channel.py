@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,13 +144,28 @@ class Channel:
             self._seal.check(data, mac)
         return self._receives.decode([data])
 
+    def wait(self, deadline: Deadline) -> None:
+        """Waits until a message begins to arrive, or the end of file. Raises WaitTimeoutError."""
+        _wait(self._can_receive, deadline, "a message from the other process")
+
+    def looks_for(self, seconds: float) -> bool:
+        """`wait` without sleeping. Whether a message, or the end of file, has come."""
+        look, end_s = self._can_receive.poll, time.perf_counter() + seconds
+        while not look(0):
+            if time.perf_counter() > end_s:
+                return False
+        return True
+
     def _read_until(self, size: int, deadline: Deadline) -> None:
         """Receives until `size` bytes of the message are here; what follows it may come along."""
         received = self._received
         while len(received) < size:
-            _wait(self._can_receive, deadline, "a message from the other process")
+            num_bytes = min(max(size - len(received), self._least_part_bytes), _PART_BYTES)
             try:
-                part = self._socket.recv(min(max(size - len(received), self._least_part_bytes), _PART_BYTES))
+                part = self._socket.recv(num_bytes, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self.wait(deadline)
+                continue
             except OSError as error:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
             if not part:

@@ -32,6 +32,7 @@ from headrace.ipc.messages import (
     Sampling,
     StepOutputs,
 )
+from headrace.ipc.process.helper import Looking
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.ipc.transport import sockets
@@ -259,6 +260,37 @@ def test_a_channel_that_does_not_read_ahead_leaves_later_messages_in_the_socket(
     assert Channel(socket.socket(fileno=os.dup(child.fileno())), ChildMessage).receive(Deadline(5.0)) == sent[1]
     ours.close()
     child.close()
+
+
+def test_a_channel_is_looked_at_without_sleeping():
+    ours, theirs = Channel.pair(ChildMessage)
+    assert not ours.looks_for(0.001)
+    child = Channel.inherited(theirs.detach(), ChildMessage)
+    child.send(Progress(phase="load", seconds=1.5))
+    assert ours.looks_for(60.0)
+    assert ours.looks_for(0.0), "looking takes nothing away"
+    assert ours.receive(Deadline(1.0)) == Progress(phase="load", seconds=1.5)
+    child.close()
+    assert ours.looks_for(60.0), "the end of file is worth waking up for"
+    ours.close()
+
+
+def test_who_looks_in_vain_sleeps_at_once_the_next_times():
+    class Worker:
+        num_looked, is_quick = 0, False
+
+        def looks_for(self, seconds: float) -> bool:
+            self.num_looked += 1
+            return self.is_quick
+
+    worker, looking = Worker(), Looking()
+    for _ in range(1000):
+        looking.look(worker)
+    assert worker.num_looked < 30
+    worker.is_quick, worker.num_looked = True, 0
+    for _ in range(1000):
+        looking.look(worker)
+    assert worker.num_looked > 900
 
 
 def test_a_channel_that_nobody_reads_says_so_at_the_deadline():
