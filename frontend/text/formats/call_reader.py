@@ -12,6 +12,7 @@ from typing import Any
 from headrace.frontend.text.formats.declaration import CallFormat
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.markers import make_markers
+from headrace.frontend.text.formats.parameters import Parameters
 from headrace.frontend.text.formats.pieces import LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
     NoCallError,
@@ -20,7 +21,6 @@ from headrace.frontend.text.formats.values import (
     as_text,
     nest_as_json,
     object_of,
-    types_of,
     within_text,
 )
 
@@ -260,11 +260,10 @@ class CallReader(PieceReader):
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
 
-    def _properties_of(self, name: str) -> Mapping[str, Any]:
-        """The properties in the schema of this tool's parameters."""
+    def _parameters_of(self, name: str) -> Parameters:
         functions = (each["function"] for each in self._tools)
         schemas = [each.get("parameters") or {} for each in functions if each["name"] == name]
-        return schemas[-1].get("properties") or {} if schemas else {}
+        return Parameters(schemas[-1] if schemas else {})
 
     def _xml_call(self, calls: CallFormat) -> Reads:
         before_name, after_name, before_value, _ = calls.parameter
@@ -276,13 +275,13 @@ class CallReader(PieceReader):
         if calls.number[1]:
             yield from self._short_until(calls.number[1])
         call, separator, said = self._begin(name), "{", set[str]()
-        properties = self._properties_of(name.strip())
+        parameters = self._parameters_of(name.strip())
         while True:
             yield from self._skip_space()
             if not (yield from self._accept_marker(before_name)):
                 break
             key = (yield from self._short_until(after_name)).strip()
-            types = types_of(properties.get(key) or {})
+            types = parameters.types(key)
             if before_value:
                 yield from self._skip_space()
                 said_types = yield from self._value_kind(calls)
@@ -291,7 +290,7 @@ class CallReader(PieceReader):
                     raise NoCallError
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
-            others = properties.keys() - said
+            others = parameters.names - said
             said.add(key)
             yield from self._xml_value(call, calls, types, others)
         if self._is_over:
@@ -393,7 +392,7 @@ class CallReader(PieceReader):
             yield from self._expect(calls.name[0][-1])
         name = yield from self._name_before("{")
         call, separator = self._begin(name), "{"
-        properties = self._properties_of(name.strip())
+        parameters = self._parameters_of(name.strip())
         while True:
             yield from self._skip_space()
             if (yield from self._accept("}")):
@@ -401,7 +400,7 @@ class CallReader(PieceReader):
             key = (yield from self._short_until(":")).strip()
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
-            yield from self._escaped_value(call, calls.escape, types_of(properties.get(key) or {}))
+            yield from self._escaped_value(call, calls.escape, parameters.types(key))
             yield from self._skip_space()
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import CallFormat, ReasoningFormat
-from headrace.frontend.text.formats.values import types_of
+from headrace.frontend.text.formats.parameters import types_of, with_properties_apart
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS
 
 PLAIN_CALLS = CallFormat(body="json", is_bare=True, lists=True)
 """The format for a model whose own is unknown: a list of objects with name and arguments."""
@@ -27,6 +29,7 @@ class Rules:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         """special_ids: ids of the tokenizer's special tokens, by their texts."""
         self._special_ids, self._rules = special_ids, list[str]()
+        self._num_characters = 0
 
     def text(self) -> str:
         return "\n".join(reversed(self._rules)) + "\n"
@@ -44,7 +47,16 @@ class Rules:
         )
 
     def _json(self, schema: Any) -> str:
-        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+        """A value of the schema. Raises InvalidRequestError once there are more characters than a grammar may have: the
+        definitions of a schema are repeated for each property."""
+        written = f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+        self._num_characters += len(written)
+        if self._num_characters > MOST_GRAMMAR_CHARACTERS:
+            raise InvalidRequestError(
+                f"tools: the grammar of their calls has more than {MOST_GRAMMAR_CHARACTERS} characters; make the "
+                "schemas shorter, or choose one tool"
+            )
+        return written
 
     def _text_until(self, name: str, end: str) -> str:
         if end in self._special_ids:
@@ -187,9 +199,9 @@ class ForcedCalls(Rules):
 
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
-        required, written = schema.get("required") or (), ""
-        for name in schema.get("properties") or ():
-            own = _inlined(name, schema)
+        schema, written = with_properties_apart(schema), ""
+        for name in schema["properties"]:
+            own = _apart(schema, name)
             begin = literal(before_name + name + after_name)
             if any(special in before_name for special in self._special_ids):
                 begin = f"{self._marker(before_name)} {literal(name + after_name)}"
@@ -198,12 +210,14 @@ class ForcedCalls(Rules):
             elif before_value:
                 begin += f" GAP? {literal(before_value)}"
             value = self._rule("value", self._xml_value(own, after_value))
-            written += f" (GAP? {begin} {value})" + ("" if name in required else "?")
+            written += f" (GAP? {begin} {value})" + ("" if name in schema["required"] else "?")
         return written
 
     def _kinds_of(self, schema: Mapping[str, Any]) -> list[str]:
         """What `value_kinds` say of values of this schema."""
         types = {"number" if each == "integer" else each for each in types_of(schema)}
+        if not types:
+            return [said for _, said in self._calls.value_kinds]
         if "string" in types:  # any other value is parsed as a string then
             types = {"string"}
         found = [said for type_, said in self._calls.value_kinds if type_ in types]
@@ -216,10 +230,11 @@ class ForcedCalls(Rules):
         return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
 
     def _text_or_json(self, schema: Mapping[str, Any], line: str, end: str) -> str:
-        """A value and its end marker, in formats that write strings without quotes. A value that may be a string is
-        parsed as one."""
-        if "string" in types_of(schema):
-            return f"({' | '.join(self._texts(schema, line, end))})"
+        """A value and its end marker, in formats that write strings without quotes. A value that may be a string, or
+        anything, is parsed as one."""
+        types = types_of(schema)
+        if "string" in types or not types:
+            return f"({' | '.join(self._texts(schema, line, end) or [self._text(schema, line, end)])})"
         return " ".join(filter(None, (self._json(schema), literal(line), self._marker(end))))
 
     def _texts(self, schema: Mapping[str, Any], line: str, end: str) -> list[str]:
@@ -284,8 +299,9 @@ class ForcedCalls(Rules):
     def _comma_separated(self, schema: Mapping[str, Any], argument: Callable[[str, dict[str, Any]], str]) -> str:
         """Arguments with commas between them: the required ones in the schema's order, then the optional ones."""
         comma = '","' if self._calls.body == "escaped" else '", "'
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        written = {name: self._rule("argument", argument(name, _inlined(name, schema))) for name in properties}
+        schema = with_properties_apart(schema)
+        properties, required = schema["properties"], schema["required"]
+        written = {name: self._rule("argument", argument(name, _apart(schema, name))) for name in properties}
         needed = [written[name] for name in properties if name in required]
         rest, firsts = "", list[str]()
         for name in reversed([name for name in properties if name not in required]):
@@ -386,12 +402,10 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**(function.get("parameters") or NO_ARGUMENTS), "type": "object", "title": title}
 
 
-def _inlined(property: str, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """A property's schema as a schema of its own, with the definitions that it may refer to."""
-    schema = whole["properties"][property]
-    own = dict(schema) if isinstance(schema, Mapping) else {}
-    known = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-    return {**known, **own, "title": f"{whole['title']}, property {property}"}
+def _apart(whole: Mapping[str, Any], property: str) -> dict[str, Any]:
+    """A property's schema as a schema of its own, whose title tells in errors what it is."""
+    definitions = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+    return {**definitions, **whole["properties"][property], "title": f"{whole['title']}, property {property}"}
 
 
 def literal(text: str) -> str:

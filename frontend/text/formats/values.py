@@ -7,9 +7,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Mapping
 from json.encoder import encode_basestring
-from typing import Any
 
 _PYTHON_ESCAPES = {
     **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
@@ -35,18 +33,6 @@ def as_text(text: str) -> str:
 def within_text(text: str) -> str:
     """The text escaped for a JSON string, without the quotes."""
     return encode_basestring(text)[1:-1]
-
-
-def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it states them."""
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for name in ("anyOf", "oneOf"):
-        types.update(*(types_of(each) for each in schema.get(name) or () if isinstance(each, dict)))
-    if not types:
-        said = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const", 0)]
-        types.update("null" if each is None else "string" for each in said if each is None or isinstance(each, str))
-    return frozenset(types)
 
 
 def as_json(text: str) -> str:
