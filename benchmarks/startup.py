@@ -50,7 +50,7 @@ def start(command: list[str], port: int) -> dict[str, Any]:
         program = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
         try:
             first_token_s = wait_for_token(program, port) - began_s
-            time.sleep(1.0)  # for what is freed once the server is idle
+            time.sleep(3.0)  # for what is freed once the server is idle
             processes = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
             found = [state_of(process) for process in processes]
         finally:

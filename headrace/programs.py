@@ -11,6 +11,9 @@ import signal
 import sys
 
 INTERRUPTED = 130
+_START_ENGINES = {"chat", "complete", "demo", "serve"}
+"""Commands that start an engine here, unless an option says that there is one already."""
+_OF_NO_ENGINE = {"-h", "--help", "--engine", "--url", "--coordinator"}
 
 
 def _exit_at_once(*_: object) -> None:
@@ -23,12 +26,26 @@ if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a signal that is ig
 # Registered first, so called last: during the interpreter's shutdown SIGINT is ignored, as the status is decided.
 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
-from headrace.ipc.process.init import run_below_init  # noqa: E402 - imports take most of the start-up time
+from headrace.core.process.early import drop_early, start_early  # noqa: E402 - imports take most of the start-up time
+from headrace.ipc.process.init import run_below_init  # noqa: E402
 
 
 def headrace() -> int:
     """The `headrace` command; returns its exit status."""
     run_below_init()
+    if (
+        sys.argv[1:2]
+        and sys.argv[1] in _START_ENGINES
+        and _OF_NO_ENGINE.isdisjoint(each.partition("=")[0] for each in sys.argv)
+    ):
+        start_early()
+    try:
+        return _run_command()
+    finally:
+        drop_early()
+
+
+def _run_command() -> int:
     from headrace.frontend.cli.main import main
 
     sys.unraisablehook = _exit_on_lost_interrupt

@@ -770,6 +770,12 @@ class Ready(Message):
     """How long the child and its clients may be silent; None for the default."""
 
 
+class TokenizerKnown(Message):
+    """The engine has its tokenizer, of which its Welcome will tell: its clients can read a copy while it loads."""
+
+    info: TokenizerInfo
+
+
 class WeightsRead(Message):
     """The engine uses the weights of this path from now on, on a client's order; empty: its own model's."""
 
@@ -789,7 +795,7 @@ class Stop(Message):
 
 
 ParentMessage = Start | Stop
-ChildMessage = Progress | Ready | WeightsRead | ChildFailed
+ChildMessage = Progress | TokenizerKnown | Ready | WeightsRead | ChildFailed
 
 
 def hash_of(*unions: Any) -> str:

@@ -37,6 +37,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from headrace.ipc.failure import OptionError, let_interrupts_pass
+from headrace.ipc.process.deferred_imports import import_deferred
 from headrace.ipc.process.program import follow_user_path
 
 GROUP = "headrace.plugins"
@@ -118,6 +119,7 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
 
 def load_plugin(entry: EntryPoint) -> Any:
     """Imports the object that the entry names. Raises OptionError, naming plugin and package, if that fails."""
+    import_deferred()
     try:
         return entry.load()
     except BaseException as error:  # importing the module may raise anything
@@ -202,7 +204,10 @@ def import_users_module(module: str) -> types.ModuleType:
     Unless it is Headrace's own, it is also looked for where the program that the user started looks for modules.
     Raises ModuleNotFoundError, which names the folders that were left out because everybody may write there.
     """
-    left_out = follow_user_path() if module.partition(".")[0] != "headrace" else []
+    left_out = []
+    if module.partition(".")[0] != "headrace":
+        import_deferred()
+        left_out = follow_user_path()
     try:
         return _script(module) if module.endswith(".py") else importlib.import_module(module)
     except ModuleNotFoundError as error:

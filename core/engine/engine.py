@@ -95,6 +95,10 @@ class EngineCore:
         self.startup_s: dict[str, float] = {}
         self.on_weights_path: Callable[[str], None] = lambda path: None
         """Set before `start`. Called with the path when a client has had the weights read again from there."""
+        self.on_tokenizer: Callable[[TokenizerInfo], None] = lambda info: None
+        """Set before `start`. Called on another thread once the tokenizer is known, while weights are read."""
+        self.on_first_idle: Callable[[], None] = lambda: None
+        """Set before `run`, which calls it when no request has come for a second."""
 
     def start(
         self,
@@ -118,13 +122,13 @@ class EngineCore:
         plan = msgspec.structs.replace(plan, attachments=attached_kinds(plan))
         self.plan = plan
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
-            tokenizer = pool.submit(executor.tokenizer)  # converting it may take as long as loading the weights
+            tokenizer = pool.submit(self._tokenizer, executor)  # converting it may take as long as loading the weights
             reading = executor.load(plan, phases)
             facts = self.facts = fit_cache(plan, reading)
             phases("allocate")
             executor.allocate(facts.num_blocks, facts.max_model_len)
             phases("tokenizer")
-            bundle = tokenizer.result()
+            bundle, info = tokenizer.result()
         backends = _grammar_backends(plan, bundle)
         if self._options.data_parallel_size > 1 or self._options.coordinator:
             phases("grammars")
@@ -145,7 +149,7 @@ class EngineCore:
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         executor.watch_leaving(self._on_leaving)
         executor.on_call(lambda: self._inbox.put((0, PeerStep())))
-        self.welcome = self._welcome(plan, facts, bundle)
+        self.welcome = self._welcome(plan, facts, info)
         self._sessions = Sessions(self._inbox, self.welcome, bundle)
         self._loop.on_weights_changed(self._on_weights, self.on_weights_path)
         if self._loop.adapters is not None:
@@ -177,6 +181,7 @@ class EngineCore:
     def run(self) -> None:
         """Serves until `stop`. Raises the error that ended the executor."""
         assert self._loop is not None, "run before start"
+        self._loop.on_first_idle = self.on_first_idle
         self._loop.run()
 
     def stop(self, deadline_s: float = 0.0) -> None:
@@ -196,11 +201,16 @@ class EngineCore:
             self._executor.stop()
         self.port.close()
 
-    def _welcome(self, plan: Plan, facts: Facts, bundle: TokenizerBundle | None) -> Welcome:
-        info = None
-        if bundle is not None:
-            encoded = msgspec.msgpack.encode(bundle)
-            info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
+    def _tokenizer(self, executor: Executor) -> tuple[TokenizerBundle | None, TokenizerInfo | None]:
+        bundle = executor.tokenizer()
+        if bundle is None:
+            return None, None
+        encoded = msgspec.msgpack.encode(bundle)
+        info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
+        self.on_tokenizer(info)
+        return bundle, info
+
+    def _welcome(self, plan: Plan, facts: Facts, info: TokenizerInfo | None) -> Welcome:
         kv_cache_tokens, kv_cache_requests = cache_size(facts, plan)
         return Welcome(
             version=__version__,

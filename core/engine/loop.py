@@ -209,6 +209,8 @@ class Loop:
         """The load reported last. Any thread may read it."""
         self.on_stopping: Callable[[], None] = lambda: None
         """Called when the loop begins to stop and refuses new requests."""
+        self.on_first_idle: Callable[[], None] = lambda: None
+        """Called when no message has come for IDLE_CHECK_AFTER_S, for the first time."""
         self._stop_at_s: float | None = None
         self._audited_steps = 0
         """The number of steps at the last complete audit."""
@@ -360,6 +362,8 @@ class Loop:
             return self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
         except queue.Empty:
             self._audit()
+            on_idle, self.on_first_idle = self.on_first_idle, lambda: None
+            on_idle()
         deadlines_s = [each for each in (self.gates.next_deadline_s(), self._stop_at_s) if each is not None]
         try:
             return self._inbox.get(timeout=max(0.0, min(deadlines_s) - time.monotonic()) if deadlines_s else None)

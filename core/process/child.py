@@ -12,11 +12,11 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.model_path import check_path_exists
 from headrace.core.options.values import plain_options
 from headrace.core.process.child_output import ChildLog, LoadBar
+from headrace.core.process.early import ENGINE, spawn, take_early
 from headrace.core.process.installed import check_engine_is_installed
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, ModelError, let_interrupts_pass
@@ -38,15 +39,12 @@ from headrace.ipc.messages import (
     Ready,
     Start,
     Stop,
+    TokenizerInfo,
+    TokenizerKnown,
     WeightsRead,
 )
 from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of
-from headrace.ipc.process.program import (
-    child_environment,
-    occupy_standard_descriptors,
-    python_command,
-    starting_folder,
-)
+from headrace.ipc.process.program import occupy_standard_descriptors
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover, remove_leftovers_of
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
@@ -65,6 +63,8 @@ _WHY_SIGBUS = (
 STOP_MESSAGE_S = 1.0
 """How long a child may take to read its Stop message."""
 OnProgress = Callable[[Progress], None]
+OnTokenizer = Callable[[TokenizerInfo], None]
+"""Called with an engine's tokenizer, once it is known."""
 OnExit = Callable[[Failure], None]
 
 
@@ -92,8 +92,11 @@ class ChildOptions(msgspec.Struct, frozen=True):
 class Child:
     """One child program from start to end. Thread-safe."""
 
-    def __init__(self, name: str, arguments: list[str], start: Message, options: ChildOptions | None = None) -> None:
-        """Starts `python arguments...` with the channel's descriptor as its last argument, and sends `start`."""
+    def __init__(
+        self, name: str, arguments: Sequence[str], start: Message, options: ChildOptions | None = None
+    ) -> None:
+        """Starts `python arguments...` with the channel's descriptor as its last argument, unless it was started early,
+        and sends `start`."""
         self.name = name
         self.options = options or ChildOptions()
         self.ready: Ready | None = None
@@ -103,7 +106,6 @@ class Child:
         """The exit status once it has ended; the negated number of a signal that killed it."""
         self.log = ChildLog()
         self._bar = LoadBar(self.options.shows_loading)  # for the watching thread
-        self._arguments = arguments
         self._phase = "start"
         self._stopping = self._signalled = False
         """_stopping: the child was asked to stop. _signalled: this object has sent it SIGKILL."""
@@ -114,15 +116,20 @@ class Child:
         """Keys for the engine's address. None: those of HEADRACE_KEYS, which the child inherits."""
         self.weights_path = start.weights_path if isinstance(start, Start) else ""
         """Where an engine's weights come from, if not from its own model: an engine that replaces it needs them too."""
-        self._progress: list[Progress] = []
+        self._news: list[Progress | TokenizerKnown] = []
         self._on_exit: list[OnExit] = []
         occupy_standard_descriptors()
-        self._channel, theirs = Channel.pair(self.options.receives)
+        begin: Callable[[], subprocess.Popen[bytes]]
+        if (early := take_early(arguments)) is not None:
+            self._channel, begin = Channel(early.ours, self.options.receives), early.begun
+        else:
+            self._channel, theirs = Channel.pair(self.options.receives)
+            begin = partial(spawn, arguments, theirs, self.options.pass_fds)
         self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
         self._is_given_up = False
         """The start took too long, so the child is killed as soon as it exists."""
-        self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(begin,), name=f"watch-{name}", daemon=True)
         self._thread.start()
         deadline = Deadline(self.options.startup_timeout_s)
         with self._changed:
@@ -140,7 +147,12 @@ class Child:
             self.kill()
             raise EngineStartError(failure=self._failed("did not read what it is to start with", "Timeout")) from error
 
-    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
+    def wait_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        on_tokenizer: OnTokenizer | None = None,
+    ) -> Ready:
         """Waits for the child's Ready. Raises EngineStartError with the cause if it fails, ends, or is not ready in
         time; then it is killed.
 
@@ -152,11 +164,14 @@ class Child:
         deadline = Deadline(with_grace_s if timeout_s is None else timeout_s)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.ready or self.failure or self._progress, deadline.remaining_s)
-                news, self._progress = self._progress, []
+                self._changed.wait_for(lambda: self.ready or self.failure or self._news, deadline.remaining_s)
+                news, self._news = self._news, []
                 ready, failure = self.ready, self.failure
-            for progress in news if on_progress else ():
-                on_progress(progress)  # type: ignore[misc]
+            for each in news:
+                if isinstance(each, Progress) and on_progress is not None:
+                    on_progress(each)
+                elif isinstance(each, TokenizerKnown) and on_tokenizer is not None:
+                    on_tokenizer(each.info)
             if failure:
                 raise EngineStartError.from_failure(failure)
             if ready:
@@ -253,25 +268,14 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
 
-    def _run(self, theirs: socket.socket) -> None:
+    def _run(self, begin: Callable[[], subprocess.Popen[bytes]]) -> None:
         try:
-            process = subprocess.Popen(
-                python_command(*self._arguments, str(theirs.fileno())),
-                cwd=starting_folder(),
-                env=child_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno(), *self.options.pass_fds],
-                start_new_session=True,  # the terminal's Ctrl-C goes only to the parent, which stops the child in order
-            )
+            process = begin()
         except OSError as error:
             with self._changed:
                 self._spawn_error = error
                 self._changed.notify_all()
             return
-        finally:
-            theirs.close()
         with self._changed:
             self.pid = process.pid
             self._changed.notify_all()
@@ -332,7 +336,9 @@ class Child:
             elif isinstance(message, Progress):
                 self._bar.close(is_done=True)
                 self._phase = message.phase
-                self._progress.append(message)
+                self._news.append(message)
+            elif isinstance(message, TokenizerKnown):
+                self._news.append(message)
             elif isinstance(message, Ready):
                 self._phase = "serve"
                 self.ready = message
@@ -430,7 +436,7 @@ def start_engine(options: Options, address: str = "", weights_path: str = "") ->
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, bind=address
     )
-    return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, child)
+    return Child("engine-core", ENGINE, start, child)
 
 
 def start_coordinator(address: str = "") -> Child:

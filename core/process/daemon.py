@@ -25,7 +25,17 @@ from headrace.core.process.child import START_GRACE_S
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.installed import CLIENT_ALONE
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Interrupt, OptionError, let_interrupts_pass
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, WeightsRead
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    ChildFailed,
+    ParentMessage,
+    Progress,
+    Ready,
+    Start,
+    TokenizerInfo,
+    TokenizerKnown,
+    WeightsRead,
+)
 from headrace.ipc.process.child import (
     exit_when_slow,
     heeded_signals,
@@ -33,6 +43,7 @@ from headrace.ipc.process.child import (
     leave_signals_to_parent,
     show_stacks_when_asked,
 )
+from headrace.ipc.process.deferred_imports import defer
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.program import occupy_standard_descriptors
@@ -49,10 +60,13 @@ except ModuleNotFoundError as missing:
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
+START_WITHIN_S = 60.0
+"""How long the parent may take to send its Start message: it may have started this program before it has options."""
 
 
 def main() -> None:
     """The `engine-core` command."""
+    defer()
     if sys.argv[1:2] == ["--parent-fd"]:
         leave(run_as_child(int(sys.argv[2])))
     parser = make_parser()
@@ -217,9 +231,13 @@ def run_as_child(fd: int) -> int:
         with contextlib.suppress(ChannelClosedError):  # the parent is gone
             channel.send(WeightsRead(path=path))
 
+    def on_tokenizer(info: TokenizerInfo) -> None:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(TokenizerKnown(info=info))
+
     core: EngineCore | None = None
     try:
-        start = channel.receive(Deadline(10.0))
+        start = channel.receive(Deadline(START_WITHIN_S))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
             raise HeadraceError("the program that started this engine-core is of another version of Headrace")
         options = parse_options(**start.options)
@@ -229,7 +247,7 @@ def run_as_child(fd: int) -> int:
         threading.Thread(
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
         ).start()
-        core.on_weights_path = on_weights_path
+        core.on_weights_path, core.on_tokenizer = on_weights_path, on_tokenizer
         core.start(on_phase, on_read, start.weights_path)
         assert core.facts is not None, "the start is over"
         ready = Ready(
@@ -264,8 +282,7 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
     sys.setswitchinterval(2e-4)
     # All objects of the start-up stay alive, torch's too: collections while streaming should not traverse them.
     gc.freeze()
-    give_back_freed_memory()
-    release_unchanged_files()
+    core.on_first_idle = _release_memory  # the first request would have to wait for it, and for the pages again
     try:
         core.run()
     except BaseException as error:
@@ -275,6 +292,11 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
         on_failure(Failure.of(error, process="engine-core", phase="step"))
         return EXIT_ENGINE_FAILED
     return 0
+
+
+def _release_memory() -> None:
+    give_back_freed_memory()
+    release_unchanged_files()
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:

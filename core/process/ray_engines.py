@@ -29,7 +29,7 @@ import msgspec
 
 from headrace.core.coordinator.program import Coordinator
 from headrace.core.options.engine_options import Options
-from headrace.core.process.child import START_GRACE_S, OnExit, OnProgress, start_engine
+from headrace.core.process.child import START_GRACE_S, OnExit, OnProgress, OnTokenizer, start_engine
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
@@ -259,7 +259,12 @@ class RayEngine:
         """Same as `alive`: Ray tells of an end at once."""
         return self.alive
 
-    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
+    def wait_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        on_tokenizer: OnTokenizer | None = None,
+    ) -> Ready:
         """Waits for the engine's Ready. Raises EngineStartError with the cause if it fails or is not ready in time."""
         limit_s = self.fleet._options.startup_timeout + 2 * START_GRACE_S if timeout_s is None else timeout_s
         try:

@@ -309,8 +309,7 @@ class CpuWeights(CheckedWeights):
         if cut is None:
             (self._unpacked_types if kind is None else self._undivided).add(type_name)
             return stored.numbers.part(part.rows, columns).to(self.dtype)
-        # torch needs writable memory, and a memory-mapped file is read-only.
-        return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
+        return type_name, _tensor_of(cut)
 
     def _grouped(
         self, stored: StoredTensor, whole: GroupedWeight, part: Part, columns: slice | None, role: Role
@@ -360,6 +359,21 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
     return math.lcm(KERNEL_BLOCK, *groups) if groups else 1
 
 
+class _AsIfWritable:
+    """Memory of an array that may not be written, as numpy takes it."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows  # as long as what is made of it
+        self.__array_interface__ = {**rows.__array_interface__, "data": (rows.ctypes.data, False)}
+
+
+def _tensor_of(rows: np.ndarray) -> Tensor:
+    """Rows of bytes as a tensor, which must not be written. A mapped file is not copied, though torch warns of memory
+    that it may not write."""
+    rows = np.ascontiguousarray(rows)
+    return torch.from_numpy(rows if rows.flags.writeable else np.asarray(_AsIfWritable(rows)))
+
+
 def _listed(names: set[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
@@ -390,5 +404,8 @@ def _joined(parts: Sequence[Stored]) -> Stored:
         return parts[0]
     if isinstance(parts[0], GroupedWeight):
         return joined([part for part in parts if isinstance(part, GroupedWeight)])
-    rows = torch.cat([part[1] if isinstance(part, tuple) else part for part in parts])  # type: ignore[misc]
-    return (_type_name(parts[0]), rows) if isinstance(parts[0], tuple) else rows
+    if isinstance(parts[0], tuple):  # by numpy, in this thread: torch's would copy bytes that come from a file
+        return parts[0][0], torch.from_numpy(
+            np.concatenate([part[1].numpy() for part in parts if isinstance(part, tuple)])
+        )
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])

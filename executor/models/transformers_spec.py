@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import Declared, Ffn, Mixer, Weight
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.process.deferred_imports import import_deferred
 
 ATTENTION = "headrace"
 """The name of Headrace's attention in transformers' table of attention functions."""
@@ -153,7 +154,10 @@ def _on_meta(config: Any, trust_remote_code: bool) -> Any:
 
 
 def register() -> None:
-    """Adds `ATTENTION` to transformers' table of attention functions. It calls the module's `BINDING`."""
+    """Adds `ATTENTION` to transformers' table of attention functions. It calls the module's `BINDING`.
+
+    Call before a model of transformers is made."""
+    import_deferred()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.executor.placement.worker_messages import FillSlot, SlotFilled
 from headrace.executor.rank import ModelHost
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.failure import Failure, HeadraceError, ModelError, let_interrupts_pass
 from headrace.ipc.wait import BoundedCalls
+
+if TYPE_CHECKING:  # a rank in the core's own process needs no messages
+    from headrace.executor.placement.worker_messages import FillSlot, SlotFilled
 
 
 def carry_out(
     host: ModelHost, order: FillSlot, answer: Callable[[SlotFilled], None], who: str, timeout_s: float = math.inf
 ) -> None:
     """Answers a load with its facts or its failure."""
+    from headrace.executor.placement.worker_messages import SlotFilled
+
     if not order.path:
         host.drop_adapter(order.slot)
         return

@@ -7,6 +7,7 @@ from headrace.executor.library_caches import trust_library_caches
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.rank import Rank
 from headrace.ipc.plugins import load_class
+from headrace.ipc.process.deferred_imports import import_deferred
 
 
 def make_rank(options: Options, place: RankCoordinates) -> Rank:
@@ -28,6 +29,7 @@ def make_rank(options: Options, place: RankCoordinates) -> Rank:
         if place.rank == 0:
             tell_no_graphs(options)
         return CpuRank(options, place)
+    import_deferred()  # of torch's compiler, some of whose parts only register themselves
     from headrace.executor.gpu.rank import GpuRank
 
     return GpuRank(options, device, place=place)

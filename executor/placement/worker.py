@@ -57,6 +57,7 @@ from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Incons
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.process.background import Background
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
+from headrace.ipc.process.deferred_imports import defer
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files
@@ -319,6 +320,7 @@ def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoRet
 def main() -> None:
     if sys.argv[1:2] != ["--parent-fd"]:
         sys.exit("headrace.executor.placement.worker is started by an engine core: see tensor_parallel_size")
+    defer()
     die_with_parent()
     protect_stderr()
     leave_signals_to_parent()

@@ -18,6 +18,7 @@ from headrace.frontend.client.engine_process import EngineProcess, is_local, lis
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.client.tokenizers_in_advance import take
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.prompts import ModelFacts
@@ -152,6 +153,10 @@ class CoreClient(AsyncControls):
     async def _get_tokenizer(self, timeout_s: float) -> None:
         info = self.welcome.tokenizer
         if info is None:
+            return
+        begun = take(info)
+        if begun is not None and (tokenizer := await asyncio.to_thread(begun.result)) is not None:
+            self.tokenizer = tokenizer
             return
         bundle = load_bundle(info)
         if bundle is None:

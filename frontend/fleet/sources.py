@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
+from headrace.frontend.client.tokenizers_in_advance import read_in_advance
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import Ready
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.core.engine.engine import EngineThread
-    from headrace.core.process.child import OnExit, OnProgress
+    from headrace.core.process.child import OnExit, OnProgress, OnTokenizer
 
 STABLE_AFTER_S = 60.0
 """An engine that served for this long before it died is restarted without delay."""
@@ -168,7 +169,12 @@ class EngineProcess(Protocol):
         """The key file for its address, if it is not the one that HEADRACE_KEYS names."""
         ...
 
-    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready: ...
+    def wait_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        on_tokenizer: OnTokenizer | None = None,
+    ) -> Ready: ...
     def on_exit(self, callback: OnExit) -> None: ...
     def ask_to_stop(self, deadline_s: float) -> None: ...
     def stop(self, deadline_s: float = 5.0) -> None: ...
@@ -249,7 +255,9 @@ class Owned(Source):
                 self._child = await starting  # so that `close` ends it
                 raise
         self._used = True
-        ready = await asyncio.to_thread(self._child.wait_ready, on_progress=self.on_progress)
+        ready = await asyncio.to_thread(
+            self._child.wait_ready, on_progress=self.on_progress, on_tokenizer=read_in_advance
+        )
         self.on_ready(ready)
         self.address = ready.address
         keys = self._child.keys

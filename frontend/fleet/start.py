@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.frontend.fleet.sources import EngineProcess, Owned
-from headrace.frontend.request.parameters.thinking import check_reasoning
 from headrace.ipc.failure import OptionError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
     from headrace.core.options.engine_options import Options
+    from headrace.frontend.fleet.sources import EngineProcess, Owned
 
 RESTARTS = 10
 """How often in a row a dead engine is restarted, if there are several: the others do its work meanwhile."""
@@ -65,6 +64,22 @@ def start_ranks(
     return children
 
 
+def check_reasoning(options: Options) -> None:
+    """Raises OptionError where an engine's options name a format of reasoning that there is none of here."""
+    for option in ("reasoning_config", "structured_outputs_config"):
+        name = getattr(options, option).get("reasoning_parser")
+        if not isinstance(name, str) or not name:  # what is no text is for the engine to tell
+            continue
+        from headrace.frontend.text.formats.declaration import FormatError, load_format
+
+        try:
+            declared = load_format(name)
+        except FormatError as error:
+            raise OptionError(f"{option} has reasoning_parser={name!r}: {error}") from None
+        if declared.reasoning is None and declared.channels is None:
+            raise OptionError(f"{option} has reasoning_parser={name!r}: that format has no reasoning")
+
+
 def of_rank(options: Options, rank: int) -> Options:
     """The options of the engine of this rank."""
     return msgspec.structs.replace(options, data_parallel_rank=rank)
@@ -79,6 +94,7 @@ def owned_ranks(
     """The sources of started engines; each restarts its engine under the same rank, by default if there are others."""
     from headrace.core.process.child import start_engine
     from headrace.core.process.ray_engines import RayEngine
+    from headrace.frontend.fleet.sources import Owned
 
     def starter(rank: int, first: EngineProcess) -> Callable[[str], EngineProcess]:
         if isinstance(first, RayEngine):

@@ -13,7 +13,7 @@ from fake_tokenizers import byte_level_tokenizer
 from headrace.core.options.parsing import parse_options
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
-from headrace.executor.checkpoints.tokenizers.tokenizer_growth import MOST_ADDED, check_growth
+from headrace.executor.checkpoints.tokenizers.tokenizer_growth import MOST_ADDED, MOST_TEXT_BYTES, check_growth
 from headrace.ipc.failure import ModelError
 
 LONG = "x" * (1 << 20)
@@ -91,6 +91,17 @@ SPACES = replace("\u2581", String=" ")
 )
 def test_usual_parts_are_taken(parts: dict[str, Any]) -> None:
     check_growth(with_parts(**parts), "the/file")
+
+
+@pytest.mark.parametrize("begin", [0, 1, MOST_TEXT_BYTES // 2 - 1, MOST_TEXT_BYTES // 2, MOST_TEXT_BYTES // 2 + 1])
+@pytest.mark.parametrize(("length", "is_taken"), [(MOST_TEXT_BYTES, True), (MOST_TEXT_BYTES + 1, False)])
+def test_the_longest_token_may_lie_anywhere_in_the_file(begin: int, length: int, is_taken: bool) -> None:
+    whole = b'{"model": {"vocab": {' + b" " * begin + b'"' + b"x" * length + b'": 0, "b": 1}}}'
+    if is_taken:
+        check_growth(whole, "here")
+        return
+    with pytest.raises(ModelError, match="token of more than"):
+        check_growth(whole, "here")
 
 
 def test_the_file_is_named_where_a_model_is_read(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from patience import still_alive
 from tqdm import tqdm
 
 from headrace.core.options.engine_options import Options
+from headrace.core.process import early
 from headrace.core.process.child import Child, ChildOptions, start_coordinator, start_engine
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import SCHEMA_HASH, Ready, Start
@@ -165,3 +168,51 @@ def test_a_killed_coordinator_leaves_no_socket_though_its_address_has_the_parent
     assert len(list(runtime_directory.glob("coordinator-*.sock"))) == 1
     coordinator.kill()
     assert not list(runtime_directory.iterdir())
+
+
+def test_the_first_engine_is_the_program_that_was_started_early_if_nothing_has_changed(monkeypatch):
+    early.start_early()
+    started = early._early[0].process
+    first, second = start_engine(Options(**NULL)), start_engine(Options(**NULL))
+    try:
+        assert first.pid == started.pid != second.pid
+        assert first.wait_ready(60).address != second.wait_ready(60).address
+    finally:
+        first.kill()
+        second.kill()
+    early.start_early()
+    started = early._early[0].process
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", "debug")
+    changed = start_engine(Options(**NULL))
+    try:
+        assert started.poll() == -signal.SIGKILL
+        assert changed.pid != started.pid
+    finally:
+        changed.kill()
+
+
+def test_a_program_that_was_started_early_and_is_not_needed_is_ended():
+    early.start_early()
+    started = early._early[0].process
+    coordinator = start_coordinator()
+    coordinator.kill()
+    assert started.poll() is None
+    early.drop_early()
+    assert started.poll() == -signal.SIGKILL
+    early.drop_early()
+
+
+def test_a_program_that_was_started_early_ends_with_its_parent():
+    script = (
+        "import os, psutil; from headrace.core.process import early; early.start_early(); "
+        "child = psutil.Process(early._early[0].process.pid); print(child.pid, child.create_time(), flush=True); "
+        "os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    pid, began_s = done.stdout.split()
+    try:
+        child = psutil.Process(int(pid))
+    except psutil.NoSuchProcess:
+        return
+    if child.create_time() == float(began_s):
+        assert not still_alive([child], 30)

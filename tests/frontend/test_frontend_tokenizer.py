@@ -12,6 +12,7 @@ import pytest
 from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 
 from headrace import InvalidRequestError, ModelError
+from headrace.frontend.client import tokenizers_in_advance
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
 from headrace.frontend.vllm.helpers import get_tokenizer
@@ -321,6 +322,32 @@ def test_a_stored_bundle_is_found_again(private_cache: Path) -> None:
     assert [path.name for path in (private_cache / "tokenizers").iterdir()] == [
         f"{info_of(bundle).content_hash}.msgpack"
     ]
+
+
+def test_a_tokenizer_that_an_engine_announces_while_it_loads_is_read_once(private_cache: Path) -> None:
+    bundle = bundle_of(byte_level_tokenizer())
+    store_bundle(info_of(bundle), bundle)
+    for _ in range(2):
+        tokenizers_in_advance.read_in_advance(info_of(bundle))
+    begun = tokenizers_in_advance.take(info_of(bundle))
+    assert begun is not None
+    read = begun.result(30)
+    assert read is not None
+    assert read.encode("the fox") == Tokenizer(bundle).encode("the fox")
+    assert tokenizers_in_advance.take(info_of(bundle)) is None
+
+
+@pytest.mark.parametrize("data", [None, b"{}"])
+def test_a_tokenizer_that_there_is_no_copy_of_or_that_cannot_be_read_is_left_to_who_needs_it(
+    private_cache: Path, data: bytes | None
+) -> None:
+    bundle = TokenizerBundle(tokenizer_json=data or b"")
+    if data is not None:
+        store_bundle(info_of(bundle), bundle)
+    tokenizers_in_advance.read_in_advance(info_of(bundle))
+    begun = tokenizers_in_advance.take(info_of(bundle))
+    assert begun is not None
+    assert begun.result(30) is None
 
 
 ANOTHER = msgspec.msgpack.encode(TokenizerBundle(tokenizer_json=b"another"))

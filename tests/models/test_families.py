@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.executor.models.arch import RopeSpec, TokenCache
-from headrace.executor.models.families import causal_architecture, families, spec_from_config
+from headrace.executor.models.families import causal_architecture, families, own_family, spec_from_config
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.ipc.failure import ModelError
 
@@ -52,6 +54,20 @@ def test_the_model_without_a_head_of_text_and_of_several_media() -> None:
     assert causal_architecture({"architectures": ["RwkvModel"]}) is None
     assert causal_architecture({"model_type": "rwkv"}) is None, "which transformers may compute"
     assert causal_architecture({"architectures": ["InternVLChatModel"]}) is None, "a family has this name itself"
+
+
+def test_each_architecture_is_found_without_the_modules_of_the_others() -> None:
+    assert {name: own_family(name) for name in families()} == dict(families())
+    assert own_family("NoSuchForCausalLM") is None
+    program = (
+        "import sys; from headrace.executor.models import families\n"
+        "assert families.own_family('LlamaForCausalLM') is not None\n"
+        "print(*(name.rpartition('.')[2] for name in sys.modules if name.startswith(families.__name__ + '.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert "llama" in imported
+    assert "gemma3" not in imported
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,8 +24,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child import Child, start_coordinator
 from headrace.core.process.child_output import startup_table
+from headrace.core.process.early import drop_early
 from headrace.frontend.client.event_loop import run_async
-from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
 from headrace.frontend.http.process.ranks import Ranks, ranks_of, why_fixed
@@ -36,6 +37,9 @@ from headrace.ipc.process.private_files import warn_of_open_secret
 from headrace.ipc.transport.keys import VARIABLE as KEYS_VARIABLE
 from headrace.ipc.transport.keys import use_own_keys
 from headrace.ipc.transport.sockets import is_loopback
+
+if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
+    from headrace.frontend.fleet.sources import EngineProcess
 
 
 class PhaseLog:
@@ -149,6 +153,7 @@ def _launch(engine_options: Options, options: ServeOptions) -> int:
             children = start_ranks(engine_options, ranks.here)
     elif options.headless:
         raise OptionError("headless is for hosts that start engines: leave engine and coordinator out")
+    drop_early()  # no engine is started here, or not as a program of this one
     try:
         if options.api_server_count > 1 or ranks.coordinator:
             from headrace.frontend.http.process.supervisor import serve_with_processes

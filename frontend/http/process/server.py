@@ -45,6 +45,8 @@ _SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
 """How long clients have to read their last event when the server ends."""
 _IDLE_LOOK_S = 0.02
+_SETTLED_AFTER_S = 1.0
+"""How long after the start memory is released that served it: the first requests need not wait for that."""
 _LINGER_S = 0.5
 """How long an idle connection stays open once the server drains, for a request that is on its way."""
 
@@ -301,8 +303,12 @@ class HttpServer:
         if self.on_ready is not None:
             renderer().start()  # not before: it would take processor time from the engines' start
             self.on_ready()
-        give_back_freed_memory()
-        release_unchanged_files()
+
+        def release() -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                state.bodies.threads.submit(_release_memory)
+
+        asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, release)
 
     async def _drain(self, state: ServerState, connections: Connections, dead: asyncio.Task[Any]) -> None:
         """Waits until all is answered that came over the connections that there are, or for the deadline (which a
@@ -369,6 +375,11 @@ class _UvicornServer(uvicorn.Server):
 
         with contextlib.suppress(OSError):  # the client has left, or its handshake failed
             await asyncio.get_running_loop().connect_accepted_socket(connection, accepted, ssl=self.config.ssl)
+
+
+def _release_memory() -> None:
+    give_back_freed_memory()
+    release_unchanged_files()
 
 
 async def _until_idle(state: ServerState, deadline_s: float) -> None:

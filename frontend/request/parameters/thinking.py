@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.core.options.engine_options import Options
 from headrace.frontend.request.parameters.sampling_fields import bad
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.formats.declaration import FormatError, ReasoningFormat, load_format
 from headrace.frontend.text.tokenizer import Tokenizer
-from headrace.ipc.failure import InvalidRequestError, OptionError
+from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Thinking, Welcome
 
 
@@ -85,20 +84,6 @@ def _as_configured(declared: ReasoningFormat | None, welcome: Welcome) -> Reason
             "is missing: no answer would begin after it"
         )
     return msgspec.structs.replace(declared, begin=begin) if begin else declared
-
-
-def check_reasoning(options: Options) -> None:
-    """Raises OptionError where an engine's options name a format of reasoning that there is none of here."""
-    for option in ("reasoning_config", "structured_outputs_config"):
-        name = getattr(options, option).get("reasoning_parser")
-        if not isinstance(name, str) or not name:  # what is no text is for the engine to tell
-            continue
-        try:
-            declared = load_format(name)
-        except FormatError as error:
-            raise OptionError(f"{option} has reasoning_parser={name!r}: {error}") from None
-        if declared.reasoning is None and declared.channels is None:
-            raise OptionError(f"{option} has reasoning_parser={name!r}: that format has no reasoning")
 
 
 @functools.cache

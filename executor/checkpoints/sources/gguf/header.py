@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class TensorRecord:
 class StringArray:
     """An array of strings in the memory map, decoded on iteration."""
 
-    def __init__(self, data: memoryview, start: int, count: int) -> None:
-        self._data, self._start, self._count = data, start, count
+    def __init__(self, data: memoryview, start: int, end: int, count: int) -> None:
+        self._data, self._start, self._end, self._count = data, start, end, count
 
     def __len__(self) -> int:
         return self._count
@@ -76,6 +76,21 @@ class StringArray:
             begin = position + 8
             position = begin + _U64.unpack_from(self._data, position)[0]
             yield bytes(self._data[begin:position])
+
+    def places(self, wanted: Iterable[bytes]) -> dict[bytes, int]:
+        """Where each of these is, by its last place; without those that are not there. Reads no further than it must,
+        and special tokens are often the first of a hundred thousand."""
+        held = bytes(self._data[self._start : self._end])
+        left = {text: count for text in wanted if (count := held.count(_U64.pack(len(text)) + text))}
+        found: dict[bytes, int] = {}
+        for index, item in enumerate(self.raw()) if left else ():
+            if item not in left:
+                continue
+            found[item] = index
+            left[item] -= 1
+            if not any(left.values()):
+                break
+        return found
 
     def __iter__(self) -> Iterator[str]:
         # Some converters cut a token in the middle of a character; errors="replace" still decodes the rest.
@@ -181,7 +196,7 @@ class GGUFHeader:
             for _ in range(count):
                 position += 8 + unpack(data, position)[0]
             self._position = position
-            return StringArray(data, start, count)
+            return StringArray(data, start, position, count)
         if kind == _ARRAY:
             raise ModelError(f"{self.path} has an array of arrays under {key}, which is not supported")
         return self._numbers(kind, count, key)

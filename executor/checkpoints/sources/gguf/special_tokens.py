@@ -73,7 +73,7 @@ def end_token_ids(header: GGUFHeader) -> list[int]:
     named = [special_token_id(metadata, role, len(tokens)) for role in ENDS]
     wanted = {*KNOWN_ENDS, *WITH_ORDINARY_EOS, *(text for texts in FIM_ENDS.values() for text in texts)}
     encoded = {text.encode(): text for text in wanted}
-    found = {encoded[token]: index for index, token in enumerate(tokens.raw()) if token in encoded}
+    found = {encoded[token]: index for token, index in tokens.places(encoded).items()}
     for index, role in enumerate(ENDS):
         if named[index] is None:
             named[index] = next((found[text] for text in FIM_ENDS.get(role, ()) if text in found), None)
