@@ -7,10 +7,11 @@ import mmap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,15 +27,33 @@ from headrace.kernels.reference.states import KeptUnits, LayerState
 
 HUGE_BYTES = 2 << 20
 SMALL_BYTES = 128 << 10
-"""Each tensor of the cache begins so many bytes before a huge page, in small pages. Blocks are read in any order, and
-with small pages alone, each read would cost a walk of the page tables. With huge ones alone, the first block would take
-2 MiB for keys and for values of each layer: 120 MiB of a small model's 30 layers, for a server that is hardly used."""
+"""Of each tensor of the cache so many bytes may be in use before its first HUGE_BYTES become a huge page. Blocks are
+read in any order, and with small pages alone, each read would cost a walk of the page tables. With huge ones alone, the
+first block would take 2 MiB for keys and for values of each layer: 120 MiB of a small model's 30 layers, for a server
+that is hardly used."""
+_MADV_COLLAPSE = 25
+"""Of Linux 6.1: makes a huge page of what is in small ones. Python has no name for it."""
 SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Cache dtypes that need scales."""
 USUAL_ELEMENT_BYTES = 2
 """Of cached keys and values, while their type is not known."""
 LayerScales = tuple[tuple[float, ...], tuple[float, ...]]
 """A layer's (key scales, value scales): one number, or one per head. Values are divided by them before rounding."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first HUGE_BYTES of a tensor, in small pages."""
+
+    pages: mmap.mmap
+    first_byte: int
+    num_blocks: int
+    """How many blocks SMALL_BYTES of the tensor have room for."""
+
+    def become_huge(self) -> None:
+        with suppress(OSError):  # a kernel without huge pages, or an older one, which makes them when it comes to it
+            self.pages.madvise(mmap.MADV_HUGEPAGE, self.first_byte, HUGE_BYTES)
+            self.pages.madvise(_MADV_COLLAPSE, self.first_byte, HUGE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +85,14 @@ class KVCache:
     block_size: int = 16
     pages: tuple[mmap.mmap, ...] = ()
     """On a CPU, the mappings that hold `memory`; `release` returns their pages to the system."""
+    beginnings: list[Beginning] = field(default_factory=list)
+    """Of tensors in `memory`, which are in small pages. Those that the first blocks fill come last."""
+
+    def will_use(self, block_ids: np.ndarray) -> None:
+        """Call before these blocks are written for the first time; it need not be known of all."""
+        highest = int(block_ids.max()) if block_ids.size else -1
+        while self.beginnings and highest >= self.beginnings[-1].num_blocks:
+            self.beginnings.pop().become_huge()
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -288,6 +315,7 @@ class _Memory:
     def __init__(self, num_blocks: int, block_size: int, device: torch.device | str) -> None:
         self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
         self.pages: list[mmap.mmap] = []
+        self.beginnings: list[Beginning] = []
         self.of_key: dict[object, Tensor] = {}
 
     def view(self, key: object, layer: LayerPlace, row_size: int, dtype: torch.dtype) -> Tensor:
@@ -310,11 +338,13 @@ class _Memory:
         pages = mmap.mmap(-1, num_bytes + 2 * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.pages.append(pages)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        first_huge = -(-(address + SMALL_BYTES) // HUGE_BYTES) * HUGE_BYTES - address
+        first_byte = -address % HUGE_BYTES
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE, first_huge)
-        return torch.frombuffer(pages, dtype=dtype, count=size, offset=first_huge - SMALL_BYTES)
+                pages.madvise(mmap.MADV_NOHUGEPAGE, first_byte, HUGE_BYTES)
+                pages.madvise(mmap.MADV_HUGEPAGE, first_byte + HUGE_BYTES)
+            self.beginnings.append(Beginning(pages, first_byte, SMALL_BYTES * self._num_blocks // num_bytes))
+        return torch.frombuffer(pages, dtype=dtype, count=size, offset=first_byte)
 
 
 def allocate(
@@ -361,6 +391,7 @@ def allocate(
         states,
         block_size,
         tuple(memory.pages),
+        sorted(memory.beginnings, key=lambda each: -each.num_blocks),
     )
 
 

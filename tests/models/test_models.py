@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tiny_models
@@ -196,14 +199,33 @@ def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
-def test_the_first_blocks_of_a_cache_take_small_pages_and_the_rest_huge_ones() -> None:
+def test_the_first_blocks_of_a_cache_take_small_pages_until_others_are_used() -> None:
     cache = allocate(spec_from_config(config_of("llama3") | {"num_hidden_layers": 8}), 200_000, 16, torch.float32)
     tensors = (*cache.keys, *cache.values)
-    assert all((each.data_ptr() + SMALL_BYTES) % HUGE_BYTES == 0 for each in tensors)
+    assert all(each.data_ptr() % HUGE_BYTES == 0 for each in tensors)
+    in_small = SMALL_BYTES // cache.keys[0][0].nbytes
     before = psutil.Process().memory_info().rss
     for each in tensors:
-        each[:4] = 1.0
+        each[: in_small // 2] = 1.0
+    cache.will_use(np.arange(in_small))
     assert psutil.Process().memory_info().rss - before < len(tensors) * HUGE_BYTES // 8
+    assert len(cache.beginnings) == len(tensors)
+    cache.will_use(np.array([in_small]))
+    assert not cache.beginnings
+    assert all((each[: in_small // 2] == 1.0).all() and not each[in_small // 2 : in_small].any() for each in tensors)
+    if collapses():
+        assert psutil.Process().memory_info().rss - before > len(tensors) * HUGE_BYTES // 2
+
+
+def collapses() -> bool:
+    """Whether the kernel makes a huge page of small ones when it is asked to."""
+    with suppress(OSError), mmap.mmap(-1, 2 * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_BYTES
+        pages[first] = 1
+        pages.madvise(mmap.MADV_HUGEPAGE, first, HUGE_BYTES)
+        pages.madvise(25, first, HUGE_BYTES)
+        return True
+    return False
 
 
 def test_a_cache_that_cannot_be_had_is_refused_with_its_size() -> None:
