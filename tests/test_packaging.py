@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dependency_versions import TESTS, small_dependencies
 from packaging.requirements import Requirement
 
 from headrace.frontend.vllm.stubs import FOLDER, stubs
@@ -266,6 +267,11 @@ def test_ranges_hold_what_is_pinned_and_every_dependency_is_pinned() -> None:
             continue
         version = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), f"{requirement} does not allow {version}, which is tested"
+
+
+def test_each_small_dependency_has_tests_for_its_lowest_and_highest_version() -> None:
+    assert {each.name for each in small_dependencies()} == set(TESTS)
+    assert [name for names in TESTS.values() for name in names if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_no_text_tells_anybody_to_install_headrace_from_an_index_where_the_name_is_not_ours() -> None:
