@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from headrace.core.structured_output.held_memory import Held
 from headrace.ipc.failure import let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
@@ -41,6 +42,8 @@ class Guarded:
     Some grammars are cheap at first, and slower with every token: ambiguous ones take seconds per mask after a hundred.
     """
 
+    held: Held | None = None
+    """The memory of its form, which copies share but for some percent."""
     stopped = ""
     """Why the matcher cannot continue: a step took longer than MOST_STEP_S, or the library failed in it."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.core.options.structured_outputs import BACKENDS, StructuredOutputs
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import allow, split
 from headrace.core.structured_output.trial import OTHER, PLAIN, Trial
@@ -46,11 +47,12 @@ class Backends:
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary
         self._trial = Trial(vocabulary, options.backends[0])
+        self._memory = HeldMemory()
         self._lock = threading.Lock()
         self._made: dict[str, Backend] = {}
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
-        """Compiles the grammar in the trial process, and then here."""
+        """Compiles the grammar in the trial process, and then here. Raises QueueFullError if there is no memory."""
         if not self._vocabulary.tokenizer_json:
             raise InvalidRequestError(
                 "SamplingParams.structured_outputs needs the model's tokenizer, and the engine runs without one "
@@ -118,8 +120,10 @@ class Backends:
     def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
         self._trial.start()  # the trial process starts while the library is loaded here
         backend = self._backend(name)
-        self._trial.check(name, wanted, PLAIN if is_plain(wanted) else OTHER)
-        return backend.compile(wanted)
+        held = self._memory.hold(self._trial.check(name, wanted, PLAIN if is_plain(wanted) else OTHER))
+        matcher = backend.compile(wanted)
+        matcher.held = held
+        return matcher
 
     def _backend(self, name: str) -> Backend:
         with self._lock:

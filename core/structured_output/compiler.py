@@ -24,7 +24,7 @@ from headrace.core.structured_output.backend import Matcher
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import ThinkingMatcher
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, QueueFullError
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
 from headrace.ipc.process.background import give_way
 
@@ -94,12 +94,21 @@ class GrammarCompiler:
 
     def _compile(self, gate: Gate, wanted: StructuredOutput) -> None:
         try:
-            compiled = self._backend.compile(wanted)
+            compiled = self._compiled_with_room(wanted)
         except BaseException as error:  # a Rust panic is not an Exception
             self._fail(gate, error)
             return
         self._keep(gate, compiled)
         self._report(GateOpened(gate))
+
+    def _compiled_with_room(self, wanted: StructuredOutput) -> Matcher:
+        """If there is no memory for it, the forms that are kept for later requests are forgotten."""
+        try:
+            return self._backend.compile(wanted)
+        except QueueFullError:
+            with self._lock:
+                self._compiled.clear()
+            return self._backend.compile(wanted)
 
     def _fail(self, gate: Gate, error: BaseException) -> None:
         failure = Failure.of(error, process="engine-core", phase=REASON)
@@ -110,13 +119,19 @@ class GrammarCompiler:
         """Caches a result, and sets the matchers of the requests that wait for it."""
         with self._lock:
             waiting = self._waiting.pop(gate)
-            self._compiled[gate] = compiled
+            if not _is_for_now(compiled):
+                self._compiled[gate] = compiled
             while len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
         if isinstance(compiled, Failure):
             return
         for request in waiting:  # without the lock: thousands may wait, and the loop needs it for each new request
             request.matcher = _matcher_for(request, compiled)
+
+
+def _is_for_now(compiled: Matcher | Failure) -> bool:
+    """Whether the next request with the form may fare better."""
+    return isinstance(compiled, Failure) and compiled.type == QueueFullError.__name__
 
 
 def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:

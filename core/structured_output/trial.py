@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import signal
 import threading
 
@@ -29,6 +30,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS
 from headrace.ipc.process.helper import Helper, WorkerEnded, WorkerReady, limit_memory, run_helper
+from headrace.ipc.process.resources import allocated_bytes
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
@@ -38,9 +40,8 @@ MOST_COMPUTING_S = 1.0
 """CPU time limit for one grammar."""
 MOST_BYTES = 512 << 20
 """Limit of memory in addition to what the process uses without a grammar."""
-STACK_BYTES = 1 << 20
-"""Stack of the thread that tries grammars: half of the smallest that a thread of the engine has (those of llguidance
-that fill masks), so that what recurses too deeply ends here."""
+MOST_STACK_BYTES = 1 << 20
+"""Most stack of the thread that tries grammars: half of what the threads have with which llguidance fills masks."""
 MOST_WAIT_S = 20.0
 """Longest wait for a verdict, even on a busy machine."""
 WALK_TOKENS = 12
@@ -62,6 +63,8 @@ class Verdict(msgspec.Struct, frozen=True, tag=True):
     """The answer to a `Candidate`."""
 
     problem: str = ""
+    num_bytes: int = 0
+    """Memory that the form takes, compiled and followed for a while."""
 
 
 TrialMessage = Beginning | Candidate | Verdict | WorkerReady | WorkerEnded
@@ -79,36 +82,35 @@ class Trial:
         """Starts the process, without waiting, if it does not run."""
         self.helper.start()
 
-    def check(self, backend: str, wanted: StructuredOutput, lane: int = OTHER) -> None:
-        """Raises InvalidRequestError if the grammar cannot be compiled or costs too much."""
+    def check(self, backend: str, wanted: StructuredOutput, lane: int = OTHER) -> int:
+        """The bytes that the grammar takes. Raises InvalidRequestError if it cannot be compiled or costs too much."""
         candidate = Candidate(backend, wanted)
         with self._turns[lane]:
             # A process may have been killed from outside while it waited for work, so try twice.
-            problem = self._try(candidate, lane)
-            if problem is None:
-                problem = self._try(candidate, lane)
-        if problem is None:
+            verdict = self._try(candidate, lane) or self._try(candidate, lane)
+        if verdict is None:
             raise HeadraceError("the process that tries grammars was killed twice")
-        if problem:
-            raise InvalidRequestError(problem)
+        if verdict.problem:
+            raise InvalidRequestError(verdict.problem)
+        return verdict.num_bytes
 
     def stop(self) -> None:
         """Kills the process, which also ends calls that wait for it."""
         self.helper.stop()
 
-    def _try(self, candidate: Candidate, lane: int) -> str | None:
-        """The grammar's problem, or "". None if a process was killed from outside."""
+    def _try(self, candidate: Candidate, lane: int) -> Verdict | None:
+        """None if a process was killed from outside."""
         try:
             verdict: Verdict | WorkerEnded = self.helper.send(lane, candidate, MOST_WAIT_S).receive(MOST_WAIT_S)
         except ChannelClosedError:
             return None
         except WaitTimeoutError:
-            return f"SamplingParams.structured_outputs: the grammar was not compiled within {MOST_WAIT_S:g} s"
-        return verdict.problem if isinstance(verdict, Verdict) else _problem_of(verdict.status)
+            return Verdict(f"SamplingParams.structured_outputs: the grammar was not compiled within {MOST_WAIT_S:g} s")
+        return verdict if isinstance(verdict, Verdict) else _verdict_of(verdict.status)
 
 
-def _problem_of(status: int) -> str | None:
-    """The problem with a grammar whose process has ended with the status; None if it was killed from outside."""
+def _verdict_of(status: int) -> Verdict | None:
+    """That on a grammar whose process has ended with the status; None if it was killed from outside."""
     if status == -signal.SIGKILL or -status in STOP_SIGNALS:
         return None
     if status == -signal.SIGPROF:
@@ -118,7 +120,7 @@ def _problem_of(status: int) -> str | None:
             "the grammar cannot be compiled: it is nested too deeply, its references form too long a chain, or it "
             f"takes more than {MOST_BYTES >> 20} MiB (its compiler ended with status {status})"
         )
-    return f"SamplingParams.structured_outputs: {said}"
+    return Verdict(f"SamplingParams.structured_outputs: {said}")
 
 
 class _Trying:
@@ -139,15 +141,18 @@ class _Trying:
     def do(self, candidate: Candidate) -> Verdict:
         from headrace.core.structured_output.backends import make_backend
 
-        made = self._made
+        made, num_bytes = self._made, 0
         try:
             if candidate.backend not in made:
                 made[candidate.backend] = make_backend(candidate.backend, self._vocabulary)
                 limit_memory(MOST_BYTES)
+            before = allocated_bytes()
             signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
             backend = made[candidate.backend]
-            problem = _walk(backend, backend.compile(candidate.wanted), self._vocabulary.vocab_size)
+            matcher = backend.compile(candidate.wanted)
+            problem = _walk(backend, matcher, self._vocabulary.vocab_size)
             problem = problem and f"SamplingParams.structured_outputs: {problem}"
+            num_bytes = max(0, allocated_bytes() - before)
         except HeadraceError as error:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -155,10 +160,17 @@ class _Trying:
             # The engine will not compile this grammar. Without its cached parts there, a later grammar must not seem
             # cheaper here than it is in the engine.
             made[candidate.backend].forget()
-        return Verdict(problem)
+        return Verdict(problem, num_bytes)
 
     def is_bloated(self) -> bool:
         return False
+
+
+def stack_bytes() -> int:
+    """Stack of the thread that tries grammars: half of the smallest that a thread of the engine has, so that what
+    recurses too deeply ends here. Most of the engine's threads have as much as the system's limit (`ulimit -s`)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return MOST_STACK_BYTES if limit == resource.RLIM_INFINITY else min(MOST_STACK_BYTES, limit // 2)
 
 
 def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
@@ -181,4 +193,4 @@ def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
 
 
 if __name__ == "__main__":
-    run_helper(TrialMessage, _Trying, stack_bytes=STACK_BYTES)
+    run_helper(TrialMessage, _Trying, stack_bytes=stack_bytes())

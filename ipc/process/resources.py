@@ -38,6 +38,30 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class _Mallinfo2(ctypes.Structure):
+    """The figures of glibc's malloc.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """Memory that this process has allocated from the C library and not freed, in its main arena and in blocks of their
+    own. 0 if the C library has no mallinfo2 (glibc has it from 2.33 on)."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
 def release_pages(first: int, last: int) -> None:
     """Takes pages of a mapped file, from one address up to another, out of this process's memory. What it reads there
     later comes from the page cache or the file again; changes of a private mapping are lost."""

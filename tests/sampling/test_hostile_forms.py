@@ -7,8 +7,11 @@ Times are processor seconds of this thread, where a machine's load does not show
 from __future__ import annotations
 
 import json
+import queue
+import resource
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,17 +22,21 @@ from patience import has_ended, still_alive
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, compiled, each_backend, takes, tokens_of
 
 from headrace import InvalidRequestError, StructuredOutputsParams
+from headrace.core.engine.gates import GateFailed, GateOpened
 from headrace.core.engine.sessions import Inbox
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output import backend, llguidance_backend, xgrammar_backend
-from headrace.core.structured_output.backend import Backend
+from headrace.core.structured_output.backend import Backend, Guarded
 from headrace.core.structured_output.backends import Backends
+from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.core.structured_output.forms import prepared
+from headrace.core.structured_output.held_memory import Held, HeldMemory
 from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD, LLGuidanceBackend
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.trial import Trial, stack_bytes
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.request.parameters.structured_outputs import from_body
 from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import QueueFullError
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, AddRequest, Generate, Sampling, StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS
 
@@ -176,6 +183,24 @@ def test_no_form_reaches_a_library_in_the_engine_before_the_trial_process(
     assert not compiled
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (resource.RLIM_INFINITY, 1 << 20),
+        (8 << 20, 1 << 20),
+        (2 << 20, 1 << 20),
+        (1 << 20, 1 << 19),
+        (256 << 10, 128 << 10),
+    ],
+)
+def test_a_trial_has_at_most_half_the_stack_of_a_thread_of_the_engine(
+    limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a form could be accepted that recurses too deeply in the engine."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
+    assert stack_bytes() == expected
+
+
 def test_after_a_crash_the_tokenizer_is_not_read_again(trial: Trial) -> None:
     fine = StructuredOutput(kind="regex", text="[ab]+")
     trial.check("llguidance", fine)
@@ -224,6 +249,68 @@ def test_no_process_is_left_when_the_trial_stops(trial: Trial) -> None:
     processes[1].suspend()  # one that reads nothing ends too
     trial.stop()
     assert not still_alive(processes, 30)
+
+
+# --- the memory of forms ----------------------------------------------------------------------------------------------
+
+
+def test_a_trial_tells_how_much_memory_a_form_takes(trial: Trial) -> None:
+    small = StructuredOutput(kind="regex", text="ab")
+    large = StructuredOutput(kind="choice", text=json.dumps([f"{n:05}" * 20 for n in range(2000)]))
+    sizes = [trial.check("llguidance", form) for form in (small, large, large)]
+    assert sizes[0] < 1 << 20 < sizes[1]
+    assert abs(sizes[2] - sizes[1]) < 1 << 20, "what an earlier one has freed is counted again"
+
+
+class Form(Guarded):
+    def __init__(self, held: Held | None) -> None:
+        self.held = held
+
+    def copy(self) -> Form:
+        return Form(self.held)
+
+
+def test_forms_that_would_fill_the_memory_wait_for_those_of_others() -> None:
+    memory, news = HeldMemory(1000), queue.SimpleQueue[Any]()
+    forms: Any = SimpleNamespace(compile=lambda wanted: Form(memory.hold(400)), stop=lambda: None)
+    compiler = GrammarCompiler(forms, news.put)
+
+    def asked(text: str) -> tuple[Any, Any]:
+        """A request, and the news of its gate."""
+        sampling = Sampling(max_tokens=1, structured_output=StructuredOutput(kind="regex", text=text))
+        request: Any = SimpleNamespace(sampling=sampling, token_ids=np.zeros(0, np.int32), num_prompt_tokens=0)
+        prompt = Tensor.of("int32", [5])
+        message = AddRequest(slot=0, request_id="a", prompt_token_ids=prompt, task=Generate(sampling=sampling))
+        gates = compiler.closed_gates(request, message)
+        return request, news.get(timeout=60) if gates else None
+
+    try:
+        first, opened = asked("a")
+        assert isinstance(opened, GateOpened)
+        _, opened = asked("unused")
+        assert isinstance(opened, GateOpened)
+        del _
+        second, opened = asked("b")
+        assert isinstance(opened, GateOpened), "what was kept for later requests makes room"
+        _, failed = asked("c")
+        assert isinstance(failed, GateFailed)
+        assert failed.failure.type == QueueFullError.__name__
+        assert failed.failure.retry_after_s > 0
+        first.matcher = None
+        _, opened = asked("c")
+        assert isinstance(opened, GateOpened), "it is tried again once there is room"
+        assert second.matcher is not None
+    finally:
+        compiler.stop()
+
+
+def test_one_form_alone_is_never_too_large() -> None:
+    memory = HeldMemory(3 << 20)
+    held = memory.hold(2 << 20)
+    with pytest.raises(QueueFullError, match="take 3 MiB, as much as they may; try again"):
+        memory.hold(2 << 20)
+    del held
+    assert memory.hold(5 << 20)
 
 
 # --- grammars that are slow only after many tokens --------------------------------------------------------------------
