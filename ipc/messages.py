@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from headrace.ipc.adapters import MOST_USED, AdapterInfo, Adapters, AdapterStats
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
-from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, ModelDefault, Range
+from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, ModelDefault, Range, out_of_range
 from headrace.ipc.row_inputs import RowInput
 
 WIRE_VERSION = 1
@@ -233,6 +234,90 @@ class AddRequest(Message):
     notes_steps: bool = False
     """The Finish is to tell the times of each step."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it may be part of AddPrompts."""
+        return isinstance(self.task, Pool) and not (self.inputs or self.notes_steps or self.num_resumed_tokens)
+
+    def goes_on(self, before: AddRequest) -> bool:
+        """Whether it may be the next one in AddPrompts: both are plain."""
+        return (
+            self.slot == before.slot + 1
+            and (self.task is before.task or self.task == before.task)
+            and (self.priority, self.cache_salt, self.adapters) == (before.priority, before.cache_salt, before.adapters)
+        )
+
+
+MOST_PROMPTS = 1024
+"""Of one message: taking it apart delays the steps of others by a few milliseconds at most."""
+
+
+class AddPrompts(Message):
+    """As an AddRequest for each of several prompts that pool and differ in their tokens alone."""
+
+    first_slot: Annotated[int, Range(0, INT32)]
+    count: Annotated[int, Range(1, MOST_PROMPTS)]
+    """Their slots follow one another."""
+    request_ids: tuple[Name, ...]
+    prompt_token_ids: Tensor
+    """[num_tokens of all] int32: one prompt after another"""
+    num_tokens: Tensor
+    """[count] int32: of each prompt"""
+    task: Pool
+    priority: int = 0
+    cache_salt: Name = ""
+    adapters: Annotated[tuple[AdapterUse, ...], Longest(MOST_USED)] = ()
+
+    @classmethod
+    def of(cls, requests: Sequence[AddRequest]) -> AddPrompts:
+        """requests: alike (`AddRequest.goes_on`), each the next of the one before."""
+        first, parts = requests[0], [each.prompt_token_ids for each in requests]
+        assert isinstance(first.task, Pool), "they are alike"
+        tokens = b"".join(each.data for each in parts)
+        return cls(
+            first_slot=first.slot,
+            count=len(requests),
+            request_ids=tuple(each.request_id for each in requests),
+            prompt_token_ids=Tensor("int32", (len(tokens) // 4,), memoryview(tokens)),
+            num_tokens=Tensor.of("int32", [len(each) for each in parts]),
+            task=first.task,
+            priority=first.priority,
+            cache_salt=first.cache_salt,
+            adapters=first.adapters,
+        )
+
+    def requests(self) -> list[AddRequest]:
+        """Raises ValueError where the parts do not belong together."""
+        if (problem := out_of_range(self)) is not None:
+            raise ValueError(problem)
+        tokens, sizes = self.prompt_token_ids, self.num_tokens
+        if any(each.dtype != "int32" or len(each.shape) != 1 for each in (tokens, sizes)):
+            raise ValueError(
+                f"prompt_token_ids and num_tokens must be flat int32 tensors, not {tokens!r} and {sizes!r}"
+            )
+        counts = sizes.tolist()
+        if not self.count == len(counts) == len(self.request_ids) or min(counts) < 0 or sum(counts) != len(tokens):
+            raise ValueError(
+                f"{self.count} prompts have {len(self.request_ids)} ids, {len(counts)} lengths and {len(tokens)} tokens"
+            )
+        found, begin = list[AddRequest](), 0
+        for index, (request_id, count) in enumerate(zip(self.request_ids, counts, strict=True)):
+            end = begin + 4 * count
+            own = Tensor("int32", (count,), tokens.data[begin:end])
+            found.append(
+                AddRequest(
+                    slot=self.first_slot + index,
+                    request_id=request_id,
+                    prompt_token_ids=own,
+                    task=self.task,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
+                    adapters=self.adapters,
+                )
+            )
+            begin = end
+        return found
+
 
 class Abort(Message):
     """The client no longer wants these requests; each still gets its `Finish`, unless it already had one."""
@@ -274,7 +359,16 @@ class Goodbye(Message):
 
 
 ClientMessage = (
-    Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | FollowPrefixes | Control | Goodbye
+    Hello
+    | AddRequest
+    | AddPrompts
+    | Abort
+    | FetchTokenizer
+    | GetStats
+    | ResetPrefixCache
+    | FollowPrefixes
+    | Control
+    | Goodbye
 )
 
 

@@ -400,7 +400,8 @@ class Loop:
             case Abort():
                 self._abort(client, message.slots)
             case Undecodable():
-                self._refuse(client, message.slot, self._admission.refusal(message.why))
+                for slot in message.slots:
+                    self._refuse(client, slot, self._admission.refusal(message.why))
             case ClientGone():
                 self._followers.forget(client)
                 for request in self._requests.pop(client, {}).values():

@@ -7,10 +7,12 @@ client can attach quickly while a long step runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,7 +21,9 @@ from headrace.core.engine.gates import GateFailed, GateOpened
 from headrace.ipc.codec import Frame, Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (
+    MOST_PROMPTS,
     SCHEMA_HASH,
+    AddPrompts,
     AddRequest,
     ClientMessage,
     Control,
@@ -40,6 +44,7 @@ from headrace.ipc.messages import (
     TokenizerBundle,
     Welcome,
 )
+from headrace.ipc.ranges import INT64
 
 
 class ClientGone(msgspec.Struct, frozen=True):
@@ -47,9 +52,9 @@ class ClientGone(msgspec.Struct, frozen=True):
 
 
 class Undecodable(msgspec.Struct, frozen=True, kw_only=True):
-    """Not a wire message: an AddRequest that could not be decoded, of which only the slot is known."""
+    """Not a wire message: an AddRequest or AddPrompts that could not be read, of which only the slots are known."""
 
-    slot: int
+    slots: range
     why: str
 
 
@@ -169,7 +174,14 @@ class _Beginning(msgspec.Struct, array_like=True):
     """A call or a slot."""
 
 
+class _BeginningOfPrompts(msgspec.Struct, array_like=True):
+    kind: str
+    number: int
+    count: int
+
+
 _BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+_BEGINNING_OF_PROMPTS = msgspec.msgpack.Decoder(_BeginningOfPrompts)
 _CALLS = frozenset(kind.__name__ for kind in (FetchTokenizer, GetStats, ResetPrefixCache, Control))
 
 FAR_BEHIND = 64
@@ -208,6 +220,8 @@ class Sessions:
             return Reply(call=message.call, result=self._tokenizer)
         if isinstance(message, Hello):
             return self.refuse("a second Hello in one session")
+        if isinstance(message, AddPrompts):
+            return self._receive_prompts(client, message)
         if isinstance(message, Goodbye):
             self.gone(client)
         elif not self._inbox.offer(client, message):
@@ -216,10 +230,25 @@ class Sessions:
                 return Reply(call=message.call, failure=failure)
             if not isinstance(message, AddRequest):
                 return Refused(failure=failure, schema_hash=SCHEMA_HASH, version=self.welcome.version)
-            failure = msgspec.structs.replace(failure, type="QueueFullError", retry_after_s=1.0)
-            finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
-            return StepOutputs(step=0, slots=_NONE, token_ids=_NONE, finished=(finish,))
+            return _too_much(failure, [message.slot])
         return None
+
+    def _receive_prompts(self, client: int, message: AddPrompts) -> CoreMessage | None:
+        """Puts each prompt into the inbox by itself, so that the loop handles and refuses it as any request."""
+        try:
+            requests = message.requests()
+        except ValueError as error:
+            return self._refuse_slots(client, message.first_slot, message.count, str(error))
+        refused = [each.slot for each in requests if not self._inbox.offer(client, each)]
+        failure = self._failure(f"this client has too much on its way to the engine; {TRY_LATER}")
+        return _too_much(failure, refused) if refused else None
+
+    def _refuse_slots(self, client: int, first: int, count: int, why: str) -> CoreMessage | None:
+        """Returns the answer if the loop need not give it."""
+        if first + count > INT64:  # no message can name them
+            return self.refuse(why)
+        news = Undecodable(slots=range(first, first + min(count, MOST_PROMPTS)), why=why)
+        return None if self._inbox.offer(client, news) else self.refuse(why)
 
     @property
     def is_behind(self) -> bool:
@@ -250,9 +279,10 @@ class Sessions:
         if beginning.kind in _CALLS:
             return Reply(call=beginning.number, failure=self._failure(why))
         if beginning.kind == AddRequest.__name__:
-            news = Undecodable(slot=beginning.number, why=why)
-            if self._inbox.offer(client, news):
-                return None
+            return self._refuse_slots(client, beginning.number, 1, why)
+        if beginning.kind == AddPrompts.__name__:
+            with contextlib.suppress(msgspec.MsgspecError):
+                return self._refuse_slots(client, beginning.number, _BEGINNING_OF_PROMPTS.decode(header).count, why)
         return self.refuse(why)
 
     def refuse(self, why: str) -> Refused:
@@ -260,6 +290,13 @@ class Sessions:
 
     def _failure(self, why: str) -> Failure:
         return Failure(message=why, type="ProtocolError", process="engine-core", pid=self.welcome.pid, phase="serve")
+
+
+def _too_much(failure: Failure, slots: Sequence[int]) -> StepOutputs:
+    """The end of requests that find no room in the inbox."""
+    failure = msgspec.structs.replace(failure, type="QueueFullError", retry_after_s=1.0)
+    finished = tuple(Finish(slot=slot, reason=FinishReason.REJECTED, failure=failure) for slot in slots)
+    return StepOutputs(step=0, slots=_NONE, token_ids=_NONE, finished=finished)
 
 
 class Broadcaster(ABC):

@@ -29,7 +29,7 @@ from headrace.ipc.failure import (
     RequestFailedError,
     let_interrupts_pass,
 )
-from headrace.ipc.messages import Welcome
+from headrace.ipc.messages import Pool, Welcome
 from headrace.ipc.process.log import Unfailing
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ def checked_requests(
 ) -> list[CheckedRequest]:
     """The requests of a batch. Raises InvalidRequestError, with the prompt's index if there are several."""
     priorities = priorities_for(priority, len(prompts))
-    requests = []
+    requests, tasks = list[CheckedRequest](), dict[int, Pool]()
     for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
         try:
-            requests.append(check(str(next(ids)), prompt, each, client, rank))
+            requests.append(check(str(next(ids)), prompt, each, client, rank, tasks))
         except InvalidRequestError as error:
             raise _naming(index, len(prompts), error) from error
     return requests
@@ -89,14 +89,8 @@ class RequestBatch(RequestListener):
         """
         try:
             while self._num_ended < len(self._requests):
-                while self._may_send():
-                    index = heapq.heappop(self._waiting)
-                    try:
-                        stream = self._client.submit(self._requests[index], self)
-                    except QueueFullError as error:
-                        self._refused(index, error)
-                        break
-                    self._running[stream] = index
+                with self._client.together():
+                    self._send()
                 if self._error is not None:
                     raise self._error
                 await self._wait()
@@ -105,6 +99,16 @@ class RequestBatch(RequestListener):
             for stream in self._running:
                 stream.listener = None
                 stream.abort()
+
+    def _send(self) -> None:
+        while self._may_send():
+            index = heapq.heappop(self._waiting)
+            try:
+                stream = self._client.submit(self._requests[index], self)
+            except QueueFullError as error:
+                self._refused(index, error)
+                break
+            self._running[stream] = index
 
     def _may_send(self) -> bool:
         if self._retry_at_s is not None:

@@ -246,8 +246,8 @@ def pooling_params_for(
             )
         if len(several) != count:
             raise InvalidRequestError(f"there are {count} prompts and {len(several)} pooling_params; give one for each")
-    made = [each.clone() for each in several]
-    for each in made:
+    copies = {key: each.clone() for key, each in {id(each): each for each in several}.items()}
+    for each in copies.values():
         if task is not None:
             if each.task not in (None, task):
                 raise InvalidRequestError(f"PoolingParams.task is {each.task!r}, and the call is for {task!r}")
@@ -255,4 +255,4 @@ def pooling_params_for(
         if truncate_prompt_tokens is not None:
             each.truncate_prompt_tokens = truncate_prompt_tokens
         each.verify()
-    return made
+    return [copies[id(each)] for each in several]

@@ -61,6 +61,10 @@ class RequestClient(ModelFacts, Protocol):
 
     def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream: ...
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Requests that pool and are submitted within the block go to their engine as few messages."""
+        ...
+
 
 class CoreListener:
     """Hears of one session with a core, in the client's loop. This one takes nothing over."""
@@ -185,6 +189,9 @@ class CoreClient(AsyncControls):
         stream.listener = listener
         self.requests.add(stream)
         return stream
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return self.requests.together()
 
     @property
     def is_elsewhere(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -25,7 +26,9 @@ from headrace.ipc.failure import (
     let_interrupts_pass,
 )
 from headrace.ipc.messages import (
+    MOST_PROMPTS,
     Abort,
+    AddPrompts,
     AddRequest,
     ClientMessage,
     Finish,
@@ -53,7 +56,9 @@ class RequestTable:
     ) -> None:
         """takes_over: called with a request that the core refuses, or gives up as it shuts down, and that was removed
         from this table. Returns True if another engine continues it."""
-        self._send, self._takes_over = send, takes_over
+        self._send_now, self._takes_over = send, takes_over
+        self._unsent: list[AddRequest] | None = None
+        """Within `together`: what is to be sent as few messages."""
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
@@ -70,6 +75,43 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Requests that pool, differ in their tokens alone and are added within the block are sent as one message. One
+        that cannot be sent ends with the error."""
+        if self._unsent is not None:
+            yield
+            return
+        self._unsent = []
+        try:
+            yield
+        finally:
+            self._send_unsent()
+            self._unsent = None
+
+    def _send(self, message: ClientMessage) -> None:
+        """In the order of the calls."""
+        if self._unsent is not None:
+            if isinstance(message, AddRequest) and message.is_plain:
+                self._unsent.append(message)
+                return
+            self._send_unsent()
+        self._send_now(message)
+
+    def _send_unsent(self) -> None:
+        unsent, self._unsent = self._unsent or [], []
+        for alike in _runs(unsent):
+            try:
+                self._send_now(alike[0] if len(alike) == 1 else AddPrompts.of(alike))
+            except BaseException as error:
+                let_interrupts_pass(error)
+                failed = RequestFailedError(f"the request cannot be sent: {error}")
+                for each in alike:
+                    sequence = self._sequences.pop(each.slot, None)
+                    if sequence is not None:
+                        del self._streams[sequence.stream.request_id]
+                        sequence.stream.fail(failed)
 
     def add(self, stream: RequestStream) -> None:
         """Sends a request, in one slot per output (`n`) that is not finished.
@@ -284,6 +326,16 @@ class RequestTable:
         if slots:
             self._aborted.update(dict.fromkeys(slots))
             self._send(Abort(slots=tuple(slots)))
+
+
+def _runs(requests: Sequence[AddRequest]) -> Iterator[Sequence[AddRequest]]:
+    """Parts of these plain requests that one message may hold."""
+    first = 0
+    for index in range(1, len(requests) + 1):
+        is_end = index == len(requests) or index - first == MOST_PROMPTS
+        if is_end or not requests[index].goes_on(requests[index - 1]):
+            yield requests[first:index]
+            first = index
 
 
 def _has_mark(finish: Finish) -> bool:

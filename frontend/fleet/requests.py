@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.frontend.client.request import RequestListener, RequestStream
@@ -117,6 +117,15 @@ class RoutedRequests(Engines, RequestListener):
             stream.meter = self.meters.meter(engine.index)
         self._streams[request.name] = stream
         return stream
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """As `RequestClient.together`."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines:
+                if engine.client is not None:
+                    stack.enter_context(engine.client.together())
+            yield
 
     def _check_rank(self, rank: Any) -> None:
         ranks = [engine.index for engine in self.engines]

@@ -65,11 +65,17 @@ class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 def check(
-    name: Any, prompt: Prompt, params: SamplingParams | PoolingParams, facts: ModelFacts, priority: Any = 0
+    name: Any,
+    prompt: Prompt,
+    params: SamplingParams | PoolingParams,
+    facts: ModelFacts,
+    priority: Any = 0,
+    tasks: dict[int, Pool] | None = None,
 ) -> CheckedRequest:
     """The request, whose prompt is tokenised; truncates the prompt if the parameters ask for it.
 
-    Raises InvalidRequestError for one that can never be served.
+    tasks: of a list of requests, those of parameters that were checked already, by their id(). Raises
+    InvalidRequestError for one that can never be served.
     """
     welcome = facts.welcome
     if not isinstance(name, str):
@@ -77,7 +83,8 @@ def check(
     name, priority = str(name), checked_priority(priority)  # as messages hold them: a name may be of a subclass
     check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
-        return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=_check_pooling(prompt, params, welcome))
+        pool = _check_pooling(prompt, params, welcome, {} if tasks is None else tasks)
+        return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=pool)
     params = params.frozen()
     if not welcome.generates:
         raise InvalidRequestError(
@@ -146,12 +153,14 @@ def checked_priority(priority: Any) -> int:
     return plain
 
 
-def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Pool:
+def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome, tasks: dict[int, Pool]) -> Pool:
     """The task for the engine."""
-    params.verify()
-    if welcome.pooling is None:
-        raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
-    task = params.to_wire(welcome.pooling, welcome.served_model_names[0])
+    task = tasks.get(id(params))
+    if task is None:
+        params.verify()
+        if welcome.pooling is None:
+            raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
+        task = tasks[id(params)] = params.to_wire(welcome.pooling, welcome.served_model_names[0])
     check_token_ids(prompt, welcome)
     check_length(prompt, welcome, answer=0)
     return msgspec.structs.replace(task, **prompt.pool) if prompt.pool else task

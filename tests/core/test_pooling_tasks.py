@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core.engine.loop import MESSAGES_BESIDE_STEPS
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
-from headrace.ipc.messages import Abort, FinishReason, Pooling, StepOutputs
+from headrace.ipc.messages import MOST_PROMPTS, Abort, FinishReason, Pooling, Refused, StepOutputs
 
 WIDTH = 6
 
@@ -215,3 +217,108 @@ def test_what_is_asked_of_a_kind_is_held_to_its_own_width(asked: dict[str, Any],
     (finish,) = client.finishes()
     assert finish.failure is not None
     assert words in finish.failure.message
+
+
+# --- a list of prompts in one message -------------------------------------------------------------------------------
+
+PROMPTS = [[5], [5, 6, 7], [9] * 30, [5, 6, 7]]
+
+
+def test_a_list_of_prompts_is_answered_as_each_is_alone() -> None:
+    core = core_of()
+    client = core.open()
+    client.pool_together(7, PROMPTS)
+    core.run_until_idle()
+    assert client.vectors() == {7 + index: alone(prompt) for index, prompt in enumerate(PROMPTS)}
+    assert [finish.reason for finish in client.finishes()] == [FinishReason.STOP] * 4
+
+
+def test_each_prompt_of_a_list_is_refused_by_itself() -> None:
+    core = core_of()
+    client = core.open()
+    client.pool(1, [5] * 20)
+    client.pool_together(0, [[5], [6], [], [5, VOCAB_SIZE], [4] * 65, [7, 8]])
+    core.run_until_idle()
+    assert set(client.vectors()) == {0, 1, 5}
+    refused = {finish.slot: finish.failure.message for finish in client.finishes() if finish.failure is not None}
+    assert set(refused) == {2, 3, 4}
+    assert "the prompt is empty" in refused[2]
+    assert f"prompt_token_ids[1] is {VOCAB_SIZE}" in refused[3]
+    assert "more than max_model_len" in refused[4]
+    (slot_in_use,) = [each for each in client.heard if isinstance(each, Refused)]
+    assert "slot 1 is in use" in slot_in_use.failure.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_tokens": Tensor.of("int32", [1, 3, 30])}, "4 prompts have 4 ids, 3 lengths and 37 tokens"),
+        ({"num_tokens": Tensor.of("int32", [1, 3, 30, 4])}, "4 lengths and 37 tokens"),
+        ({"num_tokens": Tensor.of("int32", [-1, 5, 30, 3])}, "4 lengths and 37 tokens"),
+        ({"num_tokens": Tensor.of("int64", [1, 3, 30, 3])}, "must be flat int32 tensors"),
+        ({"prompt_token_ids": Tensor.of("float32", [0.5] * 37)}, "must be flat int32 tensors"),
+        ({"request_ids": ("r",)}, "4 prompts have 1 ids"),
+        ({"count": MOST_PROMPTS + 1}, f"count is {MOST_PROMPTS + 1}; it must lie in [1, {MOST_PROMPTS}]"),
+    ],
+)
+def test_a_list_whose_parts_do_not_belong_together_ends_all_its_requests(changes: dict[str, Any], why: str) -> None:
+    core = core_of()
+    client = core.open()
+    client.pool_together(3, PROMPTS, **changes)
+    client.pool(0, [5])
+    core.run_until_idle()
+    refused = {each.slot: each.failure.message for each in client.finishes() if each.failure is not None}
+    assert set(refused) >= {3, 4, 5, 6}
+    assert all(why in each for each in refused.values())
+    assert set(client.vectors()) == {0}
+
+
+@pytest.mark.parametrize("fields", [{"count": 0}, {"count": -1}, {"first_slot": 2**63 - 2}, {"first_slot": 2**64 - 1}])
+def test_a_list_whose_slots_no_message_can_name_disturbs_nothing(fields: dict[str, Any]) -> None:
+    core = core_of()
+    client = core.open()
+    client.pool_together(3, PROMPTS, **fields)
+    client.pool(0, [5])
+    core.run_until_idle()
+    assert set(client.vectors()) == {0}
+    for message in client.heard:
+        msgspec.msgpack.encode(message, enc_hook=lambda tensor: None)
+
+
+def test_a_list_that_cannot_be_decoded_ends_all_its_requests() -> None:
+    core = core_of()
+    client = core.open()
+    sessions = core.port._sessions
+    header = msgspec.msgpack.encode(["AddPrompts", 3, 2, "no list of names"])
+    assert sessions.undecodable(client.number, header, "not a message of this version") is None
+    core.run_until_idle()
+    assert [each.slot for each in client.finishes()] == [3, 4]
+    for odd in (["AddPrompts", 3], ["AddPrompts", 3, "x"], ["AddPrompts", 2**64 - 1, 9]):
+        assert isinstance(sessions.undecodable(client.number, msgspec.msgpack.encode(odd), "cut"), Refused)
+
+
+def test_a_long_list_is_admitted_in_turns_and_delays_no_other_client() -> None:
+    core = core_of(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=8)
+    one, many = core.open(), core.open()
+    one.add(0, [5], max_tokens=40)
+    core.loop.turn()
+    many.pool_together(0, [[5, 6, 7]] * 200)
+    one.pool(1, [8])
+    core.loop.turn()
+    assert len(core.loop.scheduler.waiting) <= MESSAGES_BESIDE_STEPS
+    while 1 not in one.vectors():
+        core.loop.turn()
+    assert len(many.vectors()) < 20
+    core.run_until_idle()
+    assert len(many.vectors()) == 200
+    assert len(one.tokens()[0]) == 40
+
+
+def test_a_list_that_finds_no_room_ends_what_finds_none() -> None:
+    core = core_of(max_client_inbox_mb=0.02)
+    client = core.open()
+    client.pool_together(0, [[5]] * 100)
+    core.run_until_idle()
+    refused = [each.slot for each in client.finishes() if each.reason is FinishReason.REJECTED]
+    assert refused
+    assert sorted([*refused, *client.vectors()]) == list(range(100))

@@ -16,6 +16,7 @@ from http_server import wait_until
 from server_here import ServerHere, serving_here
 
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.ipc.messages import AddPrompts, AddRequest
 
 WIDTH = 6
 PATH = "/v1/embeddings"
@@ -55,6 +56,16 @@ def test_every_form_of_input(client: httpx.Client) -> None:
     text, other = embed(client, ["hello", "world"])
     assert [text] == embed(client, "hello")
     assert text != other
+
+
+def test_a_list_of_inputs_goes_to_the_engine_as_one_message(server: ServerHere, client: httpx.Client) -> None:
+    alone = [embed(client, f"text {number}")[0] for number in range(12)]
+    before = len(server.sent)
+    assert embed(client, [f"text {number}" for number in range(12)]) == alone
+    sent = [each for each in server.sent[before:] if isinstance(each, AddPrompts | AddRequest)]
+    assert isinstance(sent[0], AddPrompts)
+    assert sum(each.count if isinstance(each, AddPrompts) else 1 for each in sent) == 12
+    assert server.requests()[-12].request_id.endswith("-0")
 
 
 def test_the_response_is_openais(client: httpx.Client) -> None:

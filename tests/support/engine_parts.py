@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import (
     SCHEMA_HASH,
+    AddPrompts,
     AddRequest,
     ClientMessage,
     CoreMessage,
@@ -144,8 +146,8 @@ class SteppedClient:
 
     def __init__(self, core: SteppedCore) -> None:
         self.heard: list[CoreMessage] = []
-        number = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
-        self.send = functools.partial(core.port.receive, number)
+        self.number = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
+        self.send = functools.partial(core.port.receive, self.number)
 
     def add(
         self,
@@ -182,6 +184,19 @@ class SteppedClient:
             task=Pool(**{"kinds": ("embed",), **pool}),
         )
         self.send(message)
+
+    def pool_together(self, first: int, prompts: Sequence[list[int]], **fields: Any) -> None:
+        """Sends them as one message, in slots from `first` on; its fields may be changed."""
+        requests = [
+            AddRequest(
+                slot=slot,
+                request_id=f"r{slot}",
+                prompt_token_ids=Tensor.of("int32", prompt),
+                task=Pool(kinds=("embed",)),
+            )
+            for slot, prompt in enumerate(prompts, first)
+        ]
+        self.send(msgspec.structs.replace(AddPrompts.of(requests), **fields))
 
     def vectors(self) -> dict[int, list[float]]:
         """The values of all vectors by slot."""

@@ -21,7 +21,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
 from headrace.frontend.http.server.metrics import Pages
-from headrace.ipc.messages import AddRequest, ClientMessage
+from headrace.ipc.messages import AddPrompts, AddRequest, ClientMessage
 
 START_TIMEOUT_S = 60.0
 MODEL = "null"
@@ -36,7 +36,13 @@ class ServerHere(NamedTuple):
         return httpx.Client(base_url=self.url, timeout=30, verify=False)
 
     def requests(self) -> list[AddRequest]:
-        return [message for message in self.sent if isinstance(message, AddRequest)]
+        found = list[AddRequest]()
+        for message in self.sent:
+            if isinstance(message, AddPrompts):
+                found += message.requests()
+            elif isinstance(message, AddRequest):
+                found.append(message)
+        return found
 
 
 @contextmanager

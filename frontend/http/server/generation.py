@@ -40,6 +40,7 @@ from headrace.ipc.failure import (
     QueueFullError,
     let_interrupts_pass,
 )
+from headrace.ipc.messages import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -144,18 +145,23 @@ class PreparedRequest(RequestListener):
             self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))
             return
-        pace, count, requests = Pace(), len(self.prompts), list[CheckedRequest]()
+        pace, count, requests, tasks = Pace(), len(self.prompts), list[CheckedRequest](), dict[int, Pool]()
         for index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
             name = self.id if count == 1 else f"{self.id}-{index}"
             try:
-                requests.append(check(name, prompt, params, client, self.priority))
+                requests.append(check(name, prompt, params, client, self.priority, tasks))
             except InvalidRequestError as error:
                 raise as_api_error(error, index, count) from error
             await pace.step()
         self._num_running = count
         self._pool = pool
-        for request in requests:
-            self._submit(request, pool)
+        waiting = iter(requests)
+        while len(self.streams) < count:
+            with pool.together():
+                for request in waiting:
+                    self._submit(request, pool)
+                    if pace.is_due:
+                        break
             await pace.step()
 
     def abort(self) -> None:
@@ -200,13 +206,15 @@ class PreparedRequest(RequestListener):
         (params, *_), make, self._next = self.params, self._next, None
         prompts, count = make(self.streams), len(self.streams)
         self.streams = []
+        tasks = dict[int, Pool]()
         checked = [
-            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority)
+            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority, tasks)
             for index, prompt in enumerate(prompts)
         ]
         self._num_running = len(checked)
-        for request in checked:
-            self._submit(request, pool)
+        with pool.together():
+            for request in checked:
+                self._submit(request, pool)
 
     def _submit(self, request: CheckedRequest, pool: EnginePool) -> None:
         if request.name in pool:  # two clients may choose the same id; each gets its response under it
@@ -262,8 +270,12 @@ class Pace:
     def __init__(self) -> None:
         self._began_s = time.monotonic()
 
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._began_s > TURN_S
+
     async def step(self) -> None:
-        if time.monotonic() - self._began_s > TURN_S:
+        if self.is_due:
             await asyncio.sleep(0)
             self._began_s = time.monotonic()
 
