@@ -42,15 +42,26 @@ class InputRounding:
     shifted: bool = False
     """Asymmetric quantisation, without a static scale: each token's zero point and scale come from its least and
     largest value."""
+    group: int | None = None
+    """Consecutive inputs of a token that share a scale, as many as weights do; None: all, if there is no static one."""
 
     def __post_init__(self) -> None:
         if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"the scale of its inputs is {self.scale}; a number above 0 is expected")
         if not -128 <= self.zero <= 127:
             raise ValueError(f"the zero point of its inputs is {self.zero}; one of 8 bits is expected")
+        if self.group is not None and (self.scale is not None or self.shifted):
+            raise ValueError("groups of inputs have scales of their own, and no zero points")
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantises x [..., k]: returns q [..., k] in x's dtype, and scale and zero [..., 1] ([1] if static)."""
+        """Quantises x [..., k]: returns q [..., k] in x's dtype, and scale and zero [..., 1] ([1] if static, [..., k]
+        of groups)."""
+        if self.group is not None:
+            groups = x.unflatten(-1, (-1, self.group))
+            scale = groups.abs().amax(-1, keepdim=True) / TOKEN_STEPS
+            scale = torch.where(scale > 0, scale, 1.0)
+            q = (groups * (1.0 / scale)).clamp(-128, 127).round()
+            return q.flatten(-2), scale.expand_as(q).flatten(-2), torch.zeros_like(x)
         if self.scale is not None:
             scale, zero = (x.new_tensor([each]) for each in (self.scale, float(self.zero)))
         else:
@@ -99,6 +110,9 @@ class GroupedWeight:
                 )
         if self.order is not None and self.order.shape != (k,):
             raise ValueError(f"an order of {list(self.order.shape)} inputs; there are {k}")
+        size = None if self.inputs is None else self.inputs.group
+        if size is not None and (size != self.group or self.order is not None):
+            raise ValueError(f"groups of {size} inputs, and of {self.group} weights in their order")
 
     @property
     def bits(self) -> int:

@@ -81,9 +81,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(
             MODEL,
             "Quantise float weights while they load: int8 and int4, on a CPU in blocks of 8 or 4 bits (embedding and "
-            "head always 8), on a GPU in groups; fp8 on a GPU with one scale per row; bitsandbytes (NF4); "
-            "experts_int8 (only experts). gguf, awq, gptq and the other formats of docs/quantization.md require a "
-            "checkpoint in that format, which needs no option otherwise",
+            "head always 8; of encoders int8 rounds the inputs of matrices too), on a GPU in groups; fp8 on a GPU with "
+            "one scale per row; bitsandbytes (NF4); experts_int8 (only experts). gguf, awq, gptq and the other formats "
+            "of docs/quantization.md require a checkpoint in that format, which needs no option otherwise",
             default_text="as the checkpoint stores them",
             short="-q",
         ),

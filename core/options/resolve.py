@@ -217,7 +217,8 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
         )
     if asked == "fp8":
         return None, f"asked for; the {stored} weights of the layers' matrices, with a scale for each row"
-    return (8 if asked == "int8" else 4), f"asked for; the {stored} weights in groups of {group}"
+    inputs = ", and each token's inputs too" if asked == "int8" and model.whole_prompts else ""
+    return (8 if asked == "int8" else 4), f"asked for; the {stored} weights in groups of {group}{inputs}"
 
 
 def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:

@@ -95,7 +95,7 @@ class CpuRank(ModelRank):
         report("compile kernels")
         if plan.weights_stay_packed or plan.weight_bits:
             # Compiles this part, if needed, while the other one is still compiling.
-            build.load(part=units.GROUPED if plan.model.stored_as else units.PACKED)
+            build.load(part=units.GROUPED if plan.model.stored_as or rounds_inputs(plan) else units.PACKED)
         self._compiling.join()
         report("load weights")
         self._plan = plan
@@ -336,7 +336,10 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
         batch_invariant=plan.options.batch_invariant,
         adapters=plan.adapters,
     )
-    blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
+    blocks = None
+    if plan.weight_bits:
+        group = plan.options.quantization_group_size
+        blocks = Blocks(plan.weight_bits, group, rounds_inputs=rounds_inputs(plan))
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart
     model = kind(
         spec, weights, DTYPES[plan.dtype], limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place
@@ -344,6 +347,12 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
     torch.set_num_threads(1)  # the program's own threads use the cores
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
+
+
+def rounds_inputs(plan: Plan) -> bool:
+    """Whether quantization=int8 rounds inputs too: an encoder computes many tokens at a time, so that arithmetic takes
+    its time, and not the memory of weights."""
+    return plan.weight_bits == 8 and plan.model.whole_prompts
 
 
 def _why_no_program(*, spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates, **_: Any) -> str:

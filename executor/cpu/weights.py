@@ -42,7 +42,7 @@ from headrace.kernels.cpu.facade import (
     why_no_experts,
     why_not_group,
 )
-from headrace.kernels.grouped import GroupedWeight, fit_half, joined
+from headrace.kernels.grouped import GroupedWeight, InputRounding, fit_half, joined
 from headrace.kernels.low_rank import LowRank
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class Blocks:
     bits: int
     """8 or 4, for the matrices of layers."""
     group_size: int
+    rounds_inputs: bool = False
+    """The inputs of layers' matrices are rounded to 8 bits too, each token's in groups as those of the weights."""
 
     def bits_of(self, role: Role) -> int | None:
         """Bits for a weight of this role; None if it stays in floats."""
@@ -289,7 +291,7 @@ class CpuWeights(CheckedWeights):
         bits = None if self._blocks is None else self._blocks.bits_of(role)
         stored = self._check(name, (part.num_rows, in_features))
         if bits is not None:
-            return self._quantised(name, self._floats(name, part.rows, columns), bits)
+            return self._quantised(name, self._floats(name, part.rows, columns), bits, role)
         read_packed = stored.numbers.packed if self._keeps_packed else None
         if read_packed is None:
             floats = self._floats(name, part.rows, columns)
@@ -327,13 +329,15 @@ class CpuWeights(CheckedWeights):
             return cut
         return stored.numbers.part(part.rows, columns).to(self.dtype)
 
-    def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
+    def _quantised(self, name: str, floats: Tensor, bits: int, role: Role) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
-        if floats.shape[1] % self._blocks.group_size:
+        group = self._blocks.group_size
+        if floats.shape[1] % group:
             self._unquantised.add(name)
             return floats.to(self.dtype)
-        fits = fit_half(floats, bits, self._blocks.group_size)
-        return (quantise if fits else quantise_wide)(floats, bits, self._blocks.group_size)
+        if self._blocks.rounds_inputs and role == "matrix":
+            return replace(quantise_wide(floats, bits, group), inputs=InputRounding(group=group))
+        return (quantise if fit_half(floats, bits, group) else quantise_wide)(floats, bits, group)
 
     def pack(self, stored: Stored, *, gated: bool = False) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)

@@ -81,6 +81,7 @@ def test_products_are_within_the_stated_bounds(runtime: Runtime, kind: Kind, zer
 
 
 ROUNDINGS = [InputRounding(), InputRounding(shifted=True), InputRounding(0.02), InputRounding(0.03, -17)]
+ROUNDINGS.append(InputRounding(group=64))
 INTEGERS = [case for case in CASES if case[0] in ("int4", "int8")]
 
 
@@ -90,8 +91,11 @@ def test_inputs_that_become_int8_are_multiplied_exactly(
     runtime: Runtime, kind: Kind, zeros: bool, inputs: InputRounding
 ) -> None:
     for index, (rows, n, k, group) in enumerate(SHAPES):
-        weight = random_weight(kind, n, k, group, dtype=torch.float32, zeros=zeros, ordered=index % 2 == 1)
+        weight = random_weight(
+            kind, n, k, group, dtype=torch.float32, zeros=zeros, ordered=index % 2 == 1 and not inputs.group
+        )
         x = random_x(rows, k) + 0.3
+        inputs = replace(inputs, group=group) if inputs.group else inputs
         got = linear.pack(replace(weight, inputs=inputs), runtime_=runtime).apply(x).double()
         q, scale, zero = (each.double() for each in inputs.of(x))
         exact_weight, met = weight.floats().double(), (q - zero) * scale
@@ -99,11 +103,19 @@ def test_inputs_that_become_int8_are_multiplied_exactly(
         assert ((got - met @ exact_weight.T).abs() <= bound + 1e-30).all(), (rows, n, k, group)
 
 
+def test_groups_of_inputs_are_those_of_weights_in_order() -> None:
+    for group, is_ordered in ((32, False), (64, True)):
+        with pytest.raises(ValueError, match=f"groups of {group} inputs, and of 64 weights in their order"):
+            replace(random_weight("int8", 32, 128, 64, ordered=is_ordered), inputs=InputRounding(group=group))
+    with pytest.raises(ValueError, match="scales of their own, and no zero points"):
+        InputRounding(group=64, shifted=True)
+
+
 @pytest.mark.parametrize(("kind", "zeros"), INTEGERS)
 def test_a_row_of_rounded_inputs_gets_the_same_bits_whatever_the_batch(
     runtime: Runtime, kind: Kind, zeros: bool
 ) -> None:
-    for inputs in ROUNDINGS[:2]:
+    for inputs in (*ROUNDINGS[:2], ROUNDINGS[-1]):
         weight = replace(random_weight(kind, 96, 256, 64, zeros=zeros), inputs=inputs)
         packed, x = linear.pack(weight, runtime_=runtime), random_x(40, 256)
         singly = torch.cat([packed.apply(x[row : row + 1]) for row in range(40)])

@@ -58,7 +58,7 @@ GROUPED_TYPES: Mapping[str, WeightType] = MappingProxyType(
 )
 """The kinds of `kernels.grouped.GroupedWeight`."""
 NO_ZEROS = -1
-ROUNDS_TOKEN, ROUNDS_SHIFTED_TOKEN, ROUNDS_STATIC = 1, 2, 3
+ROUNDS_TOKEN, ROUNDS_SHIFTED_TOKEN, ROUNDS_STATIC, ROUNDS_GROUPS = 1, 2, 3, 4
 """`InputRounding` in linear.h."""
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

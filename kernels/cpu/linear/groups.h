@@ -15,8 +15,8 @@
 //           integers of 8 bits: [8, 32, 4] bytes, the code of k = 4 g + j
 //           floats of 8 bits: [32, 32] bytes, the code of (k, row)
 //
-// Integers are multiplied by activations in two int8 parts, as GGUF's types are, or in one if the checkpoint asks for
-// it (see groups_rounded.h). Floats are expanded exactly and multiplied by fp32.
+// Integers are multiplied by activations in two int8 parts, as GGUF's types are, or in one if that is asked for (see
+// groups_rounded.h). Floats are expanded exactly and multiplied by fp32.
 #pragma once
 
 #include "linear/linear.h"
@@ -65,9 +65,9 @@ inline int64_t grouped_panel_bytes(const PackedWeight& w) {
   return kHeadBytes + blocks / head.group_blocks * head.meta_bytes + blocks * group_code_bytes(w.type);
 }
 
-// The head of a row of activations that is rounded to int8 as the checkpoint asks, x ~ step * (q - zero). After it come
-// q [k] as Rounded, and a correction for each group of the weight: the sum of its q, times the middle of the codes if
-// the weight has no zero points.
+// The head of a row of activations that is rounded to int8, x ~ step * (q - zero). After it come q [k] as Rounded, for
+// each group of the weight a correction (the sum of its q, times the middle of the codes if the weight has no zero
+// points), and for each group the step of its inputs: 1 unless they have their own, and then `step` is 1.
 struct RoundedRow {
   float step, zero;
   int32_t unused[14];
@@ -83,7 +83,7 @@ typedef int8_t Rounded;
 
 inline int64_t bytes_of_rounded(int64_t k) { return (k * static_cast<int64_t>(sizeof(Rounded)) + 63) / 64 * 64; }
 inline int64_t rounded_row_bytes(int64_t k) {
-  return static_cast<int64_t>(sizeof(RoundedRow)) + bytes_of_rounded(k) + (k / kBlock * 4 + 63) / 64 * 64;
+  return static_cast<int64_t>(sizeof(RoundedRow)) + bytes_of_rounded(k) + (2 * (k / kBlock) * 4 + 63) / 64 * 64;
 }
 
 inline int64_t grouped_prepared_bytes(const PackedWeight& w) {

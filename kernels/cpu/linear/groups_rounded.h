@@ -1,9 +1,10 @@
-// Tiles of 4-bit and 8-bit integer weights with 8-bit activations, for W4A8 and W8A8 checkpoints. See groups.h for the
-// layouts of weights and activations.
+// Tiles of 4-bit and 8-bit integer weights with 8-bit activations, for W4A8 and W8A8 checkpoints and for encoders that
+// are quantised as they load. See groups.h for the layouts of weights and activations.
 //
 // For a group, with w = scale * (code - m), m the weights' zero point, and x = step * (q - zero):
 //   sum w x = scale * step * (sum code q - m sum q  -  zero * sum (code - m))
-// The integer sums are exact. They are scaled and added in fp32 in rising order of groups.
+// The integer sums are exact. They are scaled and added in fp32 in rising order of groups. A step of a group is part of
+// its scale; one of all of a row is a factor of the whole sum.
 #pragma once
 
 #include "linear/groups.h"
@@ -98,8 +99,11 @@ struct RoundedIntegers : GroupedBase {
   static const int32_t* corrections_of(const char* row, int64_t k) {
     return reinterpret_cast<const int32_t*>(row + sizeof(RoundedRow) + bytes_of_rounded(k));
   }
+  static const float* steps_of(const char* row, int64_t k) {
+    return reinterpret_cast<const float*>(corrections_of(row, k) + k / kBlock);
+  }
 
-  // The step and zero of a row, from the least and the largest of 0 and its values.
+  // The step and zero of a row or a group, from the least and the largest of 0 and its values.
   static RoundedRow rounding_of(const PackedWeight& w, float least, float most) {
     RoundedRow row = {};
     row.step = w.input_scale;
@@ -123,24 +127,32 @@ struct RoundedIntegers : GroupedBase {
       for (int lane = 0; lane < kLanes; ++lane) gathered[lane] = load_one(from, w.order[i + lane], args.x_dtype);
       return gathered;
     };
-    Floats most = {}, least = {};
-    if (w.rounding != InputRounding::kStatic)
-      for (int64_t i = 0; i < w.k; i += kLanes) {
+    const auto rounding = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+      Floats most = {}, least = {};
+      for (int64_t i = begin; i < end; i += kLanes) {
         most = larger(most, value(i));
         least = smaller(least, value(i));
       }
-    const RoundedRow row = rounding_of(w, -largest_lane(-least), largest_lane(most));
+      return rounding_of(w, -largest_lane(-least), largest_lane(most));
+    };
+    const bool by_group = w.rounding == InputRounding::kGroups;
+    RoundedRow row = {};
+    row.step = 1.0f;
+    if (!by_group) row = rounding(0, w.rounding == InputRounding::kStatic ? 0 : w.k);
     std::memcpy(to, &row, sizeof(row));
     auto* codes = reinterpret_cast<Rounded*>(to + sizeof(row));
     auto* corrections = reinterpret_cast<int32_t*>(to + sizeof(row) + bytes_of_rounded(w.k));
+    auto* steps = reinterpret_cast<float*>(corrections + w.k / kBlock);
     const int32_t each = w.zero_type == kNoZeros ? kMiddle : 1;
     typedef Rounded Small __attribute__((vector_size(sizeof(Rounded) * kLanes)));
     const Floats step = all_lanes(row.step);
     for (int64_t group = 0; group < w.k / w.group; ++group) {
       Ints sum = {};
+      steps[group] = by_group ? rounding(group * w.group, (group + 1) * w.group).step : 1.0f;
+      const Floats inverse = all_lanes(1.0f / steps[group]);
       for (int64_t i = group * w.group; i < (group + 1) * w.group; i += kLanes) {
         // Divided, shifted, clamped and rounded, as `InputRounding.of` does.
-        const Floats shifted = value(i) / step + row.zero;
+        const Floats shifted = by_group ? value(i) * inverse : value(i) / step + row.zero;
         const Floats kept = larger(smaller(shifted, all_lanes(127.0f)), all_lanes(-128.0f));
         const Ints q = nearest_integers(kept);
         sum += q;
@@ -233,6 +245,7 @@ struct RoundedIntegers : GroupedBase {
 #pragma GCC unroll 12
       for (int row = 0; row < kRows; ++row) {
         const int32_t correction = corrections_of(x + row * x_bytes, k)[group_number];
+        const Floats step = all_lanes(steps_of(x + row * x_bytes, k)[group_number]);
 #pragma GCC unroll 4
         for (int group = 0; group < kRoundedGroups; ++group) {
           const int lane = (first + group) * kLanes;
@@ -243,7 +256,7 @@ struct RoundedIntegers : GroupedBase {
           else
             value = __builtin_convertvector(products, Floats) -
                     zeros_of(head, meta, lane) * all_lanes(static_cast<float>(correction));
-          total[row][group] = fused(value, load_vector(meta, lane, head.scale_type), total[row][group]);
+          total[row][group] = fused(value, load_vector(meta, lane, head.scale_type) * step, total[row][group]);
         }
       }
     }

@@ -59,8 +59,8 @@ struct Tiles {
 
 // How the inputs of weights with group scales are quantised. kNone: two int8 parts per block of 32. kToken and
 // kShiftedToken: int8 with a scale per row, and for the latter a zero point too. kStatic: int8 with the given scale and
-// zero point. args.py has the same numbers.
-enum class InputRounding : int32_t { kNone = 0, kToken = 1, kShiftedToken = 2, kStatic = 3 };
+// zero point. kGroups: int8 with a scale per row and group of weights. args.py has the same numbers.
+enum class InputRounding : int32_t { kNone = 0, kToken = 1, kShiftedToken = 2, kStatic = 3, kGroups = 4 };
 
 // A weight [n, k] in packed form.
 struct PackedWeight {
@@ -79,7 +79,7 @@ struct PackedWeight {
   int64_t group;         // weights along k that share a scale: 16, or a multiple of 32
   DType scale_type;
   int32_t zero_type;  // a DType, or kNoZeros
-  // For kInt4Groups and kInt8Groups: how the checkpoint asks x to be rounded to int8, x ~ scale * (q - zero).
+  // For kInt4Groups and kInt8Groups: how x is to be rounded to int8, x ~ scale * (q - zero).
   InputRounding rounding;
   float input_scale, input_zero;  // for kStatic
 };

@@ -12,7 +12,7 @@ type of a weight determines the arithmetic and the error bound:
 
 - group scales (`GroupedWeight`): integers as quantised, with m = |scale * zero|; codes of float4 and e4m3 are
   expanded exactly and multiplied by x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
-- integers whose checkpoint asks for int8 inputs (`InputRounding`): sums of a group are exact, and
+- integers with int8 inputs (`InputRounding`): sums of a group are exact, and
   |error| <= (K / group + 6) 2^-24 sum_k (|x_k| + |zero| d) (|w_k| + m), over the rounded x, with its scale d, and with
   m as above if the weight has zero points, else 0.
 
@@ -39,6 +39,7 @@ from headrace.kernels.cpu.linear.args import (
     FLOAT_TYPES,
     GROUPED_TYPES,
     NO_ZEROS,
+    ROUNDS_GROUPS,
     ROUNDS_SHIFTED_TOKEN,
     ROUNDS_STATIC,
     ROUNDS_TOKEN,
@@ -392,7 +393,9 @@ def _describe_inputs(weight: GroupedWeight, descriptor: PackedWeightC) -> None:
     inputs = weight.inputs
     if inputs is None or not rounds_inputs(weight):
         return
-    if inputs.scale is None:
+    if inputs.group is not None:
+        descriptor.rounding = ROUNDS_GROUPS
+    elif inputs.scale is None:
         descriptor.rounding = ROUNDS_SHIFTED_TOKEN if inputs.shifted else ROUNDS_TOKEN
     else:
         descriptor.rounding = ROUNDS_STATIC
