@@ -16,6 +16,7 @@ from headrace.executor.checkpoints import demo_model
 from headrace.executor.checkpoints.generation_keys import warn_of_what_is_not_applied
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
 from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_formats, library_of
+from headrace.executor.checkpoints.sentence_folder import model_folder
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Sampling
@@ -195,7 +196,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
     else:
         name, path = demo_model.NAME, demo_model.fetch_demo_model()
     if path.is_dir():
-        path, found = _folder_format(path, options.load_format)
+        path, found = _folder_format(model_folder(path), options.load_format)
     else:
         found = "gguf"
     if found == "gguf" and options.config_format != "auto":
@@ -235,7 +236,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
     found: str | None = None
     if path.is_dir():
-        path, found = _folder_format(path, options.load_format)
+        path, found = _folder_format(model_folder(path), options.load_format)
     if found == "gguf" or (found is None and path.suffix == ".gguf"):
         if not path.is_file():
             return None

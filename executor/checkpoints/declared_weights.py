@@ -38,6 +38,8 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
     weights = _in_each_layer(spec, weights)
+    if spec.task_types:
+        weights = _with_first_task(spec, weights)
     if places := places_of(spec, weights.names()):
         gone = frozenset(place.name for place in places.values())
         stored = partial(_placed, weights, places)
@@ -58,6 +60,26 @@ def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:
         return weights
     gone = frozenset(sources.values())
     return weights.then("shared tables", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
+
+
+def _with_first_task(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with the row of the first task added to each token type, of which every token has one."""
+    held = weights.names()
+    prefix = spec.names.prefix_in(held)
+    types, tasks = (f"{prefix}{name}.weight" for name in (spec.names.token_types, spec.task_types))
+    if tasks not in held:
+        return weights
+
+    def stored(_: str) -> StoredTensor:
+        found = weights.stored(types)
+
+        def part(rows: slice | None, columns: slice | None) -> Tensor:
+            own, first = found.numbers.part(rows, columns), weights.get(tasks, slice(0, 1), columns)
+            return (own.float() + first.float()).to(own.dtype)
+
+        return StoredTensor.plain(found.shape, found.format, part)
+
+    return weights.then("token types with the first task's type", frozenset({types}), stored, frozenset({tasks}))
 
 
 def with_own_head(spec: ArchSpec, source: WeightSource, place: RankCoordinates) -> ArchSpec:

@@ -39,13 +39,14 @@ SETTINGS = tuple(
 """Names of the Transformer module's settings, of which a folder has one."""
 FLAGS = {
     "pooling_mode_cls_token": "CLS",
-    "pooling_mode_mean_tokens": "MEAN",
-    "pooling_mode_lasttoken": "LAST",
     "pooling_mode_max_tokens": "MAX",
+    "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
     "pooling_mode_weightedmean_tokens": "WEIGHTED_MEAN",
+    "pooling_mode_lasttoken": "LAST",
 }
-"""Old flags, and the name of the pooling type (`executor/pooling/pooler.py`)."""
+"""Old flags, in the order in which vectors lie side by side where several are on, and the name of the pooling type
+(`executor/pooling/pooler.py`)."""
 WORDS = {
     "cls": "CLS",
     "mean": "MEAN",
@@ -67,6 +68,8 @@ ACTIVATIONS: dict[str, HeadActivation] = {
 NORM_EPS = 1e-5
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "MLMTransformer", "SpladePooling")
 _PACKAGES = ("sentence_transformers", "pylate")
+JINA_TRANSFORMER = "custom_st.Transformer"
+"""Of Jina Embeddings 3: a Transformer that chooses among the tasks' factors (merged_tasks.py)."""
 SPLADE_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
 """Of SpladePooling's config, which all logits pass before log(1 + x): one of `FUNCTIONS` (executor/pooling/head.py)."""
 LEAST_LENGTH = 3
@@ -146,6 +149,22 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
         of_tokens=_of_one_file(folder, "colbert_linear"),
         weights_of_tokens=_of_one_file(folder, "sparse_linear", rows=1, activation="relu") or (),
     )
+
+
+def model_folder(folder: Path) -> Path:
+    """Where the model's own files are: in the folder itself or, as sentence-transformers saved it before version 2, in
+    the folder of its Transformer module. Raises ModelError for a modules.json that cannot be followed."""
+    if is_there(folder / "config.json"):
+        return folder
+    first = next(iter(_modules(folder)), None)
+    return first.folder if first is not None and first.kind == "Transformer" else folder
+
+
+def folder_of_modules(folder: Path) -> Path:
+    """The folder whose `model_folder` this one is."""
+    above = folder.parent
+    is_inner = not is_there(folder / MODULES) and is_there(above / MODULES) and model_folder(above) == folder
+    return above if is_inner else folder
 
 
 def _settings(folder: Path, transformer: Path) -> tuple[dict[str, Any], dict[str, str], str | None, str]:
@@ -276,6 +295,8 @@ def _modules(folder: Path) -> list[_Module]:
     found: list[_Module] = []
     for module in modules:
         package, _, kind = str(module.get("type", "")).rpartition(".")
+        if f"{package}.{kind}" == JINA_TRANSFORMER and _has_tasks(folder):
+            package = _PACKAGES[0]
         if kind not in _KNOWN or package.partition(".")[0] not in _PACKAGES:
             raise ModelError(
                 f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
@@ -286,6 +307,11 @@ def _modules(folder: Path) -> list[_Module]:
             raise ModelError(f"{folder / MODULES} gives {kind} the path {str(path)!r}, which leaves the folder")
         found.append(_Module(kind, folder / path))
     return found
+
+
+def _has_tasks(folder: Path) -> bool:
+    config = _read(folder / "config.json")
+    return isinstance(config, dict) and bool(config.get("lora_adaptations"))
 
 
 def _layer(module: _Module) -> HeadLayer:
@@ -327,19 +353,15 @@ def _general(given: dict[str, Any], folder: Path) -> tuple[dict[str, str], str |
 
 def _tokens(pooling: dict[str, Any], file: Path) -> str:
     if (word := pooling.get("pooling_mode")) is not None:
-        if not isinstance(word, str):
-            raise ModelError(f"{file} has pooling_mode {word!r}: vectors of several kinds joined are not computed here")
-        return WORDS.get(word, word)
+        words = [word] if isinstance(word, str) else word
+        if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
+            raise ModelError(f"{file} has pooling_mode {word!r:.100}; a word or a list of words is expected")
+        return "+".join(WORDS.get(str(each), str(each)) for each in words)
     others = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and key not in FLAGS and on]
     if others:
         raise ModelError(f"{file} asks for {', '.join(others)}, which is not known; known: {', '.join(FLAGS)}")
-    chosen = [name for flag, name in FLAGS.items() if pooling.get(flag)]
-    if len(chosen) > 1:
-        raise ModelError(
-            f"{file} asks for {' and '.join(chosen)}: vectors of several kinds joined are not computed here"
-        )
-    if chosen:
-        return chosen[0]
+    if chosen := [name for flag, name in FLAGS.items() if pooling.get(flag)]:
+        return "+".join(chosen)
     mean = next(flag for flag, name in FLAGS.items() if name == "MEAN")
     if not pooling.get(mean, True):
         raise ModelError(f"{file} says no way to pool: {mean} is false, and no other is true of {', '.join(FLAGS)}")

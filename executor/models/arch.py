@@ -281,6 +281,8 @@ class ArchSpec:
     """Whether embeddings, with positions and token types, are normed before the first layer."""
     token_types: int = 0
     """Rows of a table of token types, which says of each token to which text of a pair it belongs; 0: there is none."""
+    task_types: str = ""
+    """A table, without `.weight`, whose first row is added to each token's embedding; empty: there is none."""
     classifier: Classifier | None = None
     """What computes classes of texts or tokens from hidden states; None: nothing does."""
     vocabulary_layers: tuple[HeadLayer, ...] = ()

@@ -19,13 +19,13 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
+from headrace.executor.checkpoints.sentence_folder import SentenceFolder, folder_of_modules, sentence_folder
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
 from headrace.executor.models.families.llama_bidirectional import POOLINGS
 from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm
 from headrace.executor.pooling.output import PooledOutput
-from headrace.executor.pooling.pooler import TOKEN_POOLINGS
+from headrace.executor.pooling.pooler import JOINT, TOKEN_POOLINGS, reads_all
 from headrace.executor.pooling.yes_no import classifier_of, yes_no_of
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Pooling
@@ -99,7 +99,7 @@ def _folder_of(checkpoint: Checkpoint, *, pools: bool) -> SentenceFolder | None:
     if checkpoint.gguf is not None and checkpoint.config_folder is None:
         found = checkpoint.gguf.pooling
         return found if pools or found is None or found.tokens != "ALL" else None
-    return sentence_folder(checkpoint.config_folder or checkpoint.path)
+    return sentence_folder(folder_of_modules(checkpoint.config_folder or checkpoint.path))
 
 
 def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
@@ -128,7 +128,7 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             tokens="LAST" if of_tokens else classifier.tokens,
             width=classifier.num_labels,
             activate=config.use_activation is not False,
-            reads_all=of_tokens or TOKEN_POOLINGS[classifier.tokens].reads_all,
+            reads_all=of_tokens or reads_all(classifier.tokens),
             lower_case=folder is not None and folder.lower_case,
             labels=_labels(checkpoint.config, classifier.num_labels),
             has_token_types=spec.token_types > 1,
@@ -191,18 +191,19 @@ def _embedding(
         )
     by_config = POOLINGS.get(str(checkpoint.config.get("pooling")), "LAST" if spec.has_head else "CLS")
     tokens = config.tokens or (folder.tokens if folder is not None else by_config)
-    if tokens not in TOKEN_POOLINGS:
+    ways = tokens.split(JOINT)
+    if not set(ways) <= set(TOKEN_POOLINGS) or (len(ways) > 1 and "ALL" in ways):
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
             f"{where} asks for pooling type {tokens}, which is not computed here yet; known: "
             f"{', '.join(TOKEN_POOLINGS)}"
         )
-    reads_all = TOKEN_POOLINGS[tokens].reads_all
+    needs_all = reads_all(tokens)
     if tokens == "ALL" and config.task == "embed":
         raise OptionError(
             f"pooler_config.task is embed, and {checkpoint.name} has vectors of tokens alone: token_embed"
         )
-    if reads_all and not pools:
+    if needs_all and not pools:
         raise OptionError(
             f"pooling type {tokens} reads all tokens of a prompt, beside which nothing is generated: add runner=pooling"
         )
@@ -213,7 +214,9 @@ def _embedding(
         activate = folder is None or folder.normalizes
     outputs = _outputs(tokens, folder, checkpoint, pools=pools)
     kinds = (config.task,) if config.task else tuple(outputs)
-    widths = {kind: _width_behind(output.layers, width) for kind, output in outputs.items()}
+    widths = {
+        kind: _width_behind(output.layers, width * len(output.tokens.split(JOINT))) for kind, output in outputs.items()
+    }
     width = widths[kinds[0]]
     dimensions = _dimensions(checkpoint)
     if config.dimensions is not None:
@@ -225,7 +228,7 @@ def _embedding(
         dimensions=dimensions,
         default_dimensions=config.dimensions,
         activate=activate,
-        reads_all=reads_all,
+        reads_all=needs_all,
         lower_case=folder is not None and folder.lower_case,
         has_token_types=spec.token_types > 1,
         prompts={} if folder is None else folder.prompts,
@@ -246,6 +249,8 @@ def _outputs(
     if not pools:
         return outputs
     of_tokens = layers if folder is None or folder.of_tokens is None else folder.of_tokens
+    if JOINT in tokens:  # the layers take the vectors side by side
+        of_tokens = ()
     is_m3 = folder is not None and folder.of_tokens is not None
     skipped = _tokens_of(checkpoint, "bos_token_id") if is_m3 else ()
     outputs["token_embed"] = PooledOutput("ALL", of_tokens, skipped=skipped)

@@ -15,7 +15,7 @@ class LastToken:
         return slice(end - 1, end) if end == num_tokens else slice(end, end)
 
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
-        return hidden
+        return hidden.clone()
 
     def whole(self, states: list[Tensor]) -> Tensor:
         return torch.cat(states)

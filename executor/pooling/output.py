@@ -14,7 +14,7 @@ from headrace.executor.models.heads import HeadLayer
 @dataclass(frozen=True)
 class PooledOutput:
     tokens: str
-    """The token pooling, one of `TOKEN_POOLINGS` (executor/pooling/pooler.py)."""
+    """The token pooling, one of `TOKEN_POOLINGS` (executor/pooling/pooler.py), or several with JOINT between them."""
     layers: tuple[HeadLayer, ...] = ()
     """Behind the pooling."""
     activation: str = "normalize"

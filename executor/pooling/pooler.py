@@ -14,6 +14,7 @@ from headrace.executor.adapters.heads import SlotScales
 from headrace.executor.pooling.all_tokens import AllTokens
 from headrace.executor.pooling.first_token import FirstToken
 from headrace.executor.pooling.head import Head, exact
+from headrace.executor.pooling.joined import Joined
 from headrace.executor.pooling.largest import Largest
 from headrace.executor.pooling.last_token import LastToken
 from headrace.executor.pooling.mean import Mean, MeanSquareRoot, WeightedMean
@@ -34,8 +35,20 @@ TOKEN_POOLINGS: dict[str, type[TokenPooling]] = {
     "ALL": AllTokens,
 }
 """By vLLM's names of pooling types, and names for those of sentence-transformers that vLLM lacks."""
+JOINT = "+"
+"""Between the names of several whose vectors lie side by side."""
 TOKENS_AT_ONCE = 64
 """How many tokens' values over the vocabulary are in memory at a time."""
+
+
+def reads_all(tokens: str) -> bool:
+    """Whether it needs the states of all tokens. tokens: `PooledOutput.tokens`"""
+    return any(TOKEN_POOLINGS[each].reads_all for each in tokens.split(JOINT))
+
+
+def _token_pooling(tokens: str) -> TokenPooling:
+    parts = [TOKEN_POOLINGS[each]() for each in tokens.split(JOINT)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 class WantedRow(NamedTuple):
@@ -163,7 +176,9 @@ class Pooler:
     def take(self, wanted: WantedTokens, hidden: Tensor) -> None:
         """Makes the vectors of rows that end. hidden: [num_wanted, width], those of the wanted tokens, which may be
         overwritten afterwards."""
-        hidden, failed = hidden.to(torch.float32, copy=True) / self._divisor, set[int]()
+        hidden, failed = hidden.float(), set[int]()
+        if self._divisor != 1.0:
+            hidden = hidden / self._divisor
         for ended in self._through_heads(self._pooled(wanted, hidden)):
             made = ended.output.made(ended.vectors, self._rows[ended.rows[0]])
             parts = made.reshape(len(ended.rows), len(made) // len(ended.rows), made.shape[1])
@@ -234,7 +249,7 @@ class _Output:
 
     def __init__(self, declared: PooledOutput, head: Head | None) -> None:
         self.declared, self.head = declared, head
-        self.pooling = TOKEN_POOLINGS[declared.tokens]()
+        self.pooling = _token_pooling(declared.tokens)
         self._skipped = np.array(declared.skipped, np.int32)
         self.joins = declared.tokens != "ALL" and not declared.head_first and not declared.is_sparse
         """Whether rows that want all of it may be computed together."""

@@ -18,8 +18,8 @@ class TokenPooling(Protocol):
         positions, which may be none."""
 
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
-        """hidden [num_wanted, width] float32: of the wanted tokens, which are at least one. At the row's end, its
-        vectors, [num_vectors, width] float32."""
+        """hidden [num_wanted, width] float32: of the wanted tokens, which are at least one, in memory that will be
+        overwritten. At the row's end, its vectors, [num_vectors, width] float32, in memory of their own."""
 
     def whole(self, states: list[Tensor]) -> Tensor:
         """[num_rows, width] float32: what `add` makes of rows whose tokens all come in one step. states: of each row,

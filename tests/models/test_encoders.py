@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_embed import as_sentence_folder, assert_close, vectors
-from tiny_encoders import ENCODERS, JINA_BERT, VOCAB_SIZE, save_encoder
+from tiny_encoders import ENCODERS, JINA_BERT, VOCAB_SIZE, encoder_config, save_encoder
 from torch import Tensor
 
 from headrace import LLM, InvalidRequestError, ModelError, PoolingParams
+from headrace.executor.models.families import spec_from_config
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 200)
 ENGINE: dict[str, Any] = {
@@ -189,12 +191,70 @@ def test_jina_3_as_published_has_one_task_merged(tmp_path: Path, task: str | Non
     found = []
     for each in (merged, folder):
         as_sentence_folder(each, MEAN)
+        if each == folder:
+            modules = (folder / "modules.json").read_text()
+            own = modules.replace("sentence_transformers.models.Transformer", "custom_st.Transformer")
+            (folder / "modules.json").write_text(own)
         with LLM(str(each), in_process=True, **ENGINE) as llm:
             found.append(vectors(llm, prompts_of((1, 17, 64))))
     assert_close(found[1], found[0])
     (folder / "config.json").write_text(json.dumps(config | {"default_task": "other"}))
     with pytest.raises(ModelError, match=r"default_task is 'other'; its lora_adaptations are retrieval\.query, text-"):
         LLM(str(folder), in_process=True, **ENGINE)
+
+
+def test_jina_reranker_2_is_xlm_roberta_under_other_names(tmp_path: Path) -> None:
+    folder, prompts = save_encoder("xlm_roberta", tmp_path, "ForSequenceClassification", num_labels=1), prompts_of()
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        wanted = [output.outputs.probs for output in llm.classify(prompts, use_tqdm=False)]
+    weights = load_file(folder / "model.safetensors")
+    names = {
+        "embeddings.LayerNorm": "emb_ln", "encoder.layer.": "encoder.layers.",
+        "attention.output.dense": "mixer.out_proj", "attention.output.LayerNorm": "norm1",
+        "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2", "output.LayerNorm": "norm2",
+    }  # fmt: skip
+    for kind in ("weight", "bias"):
+        for layer in range(3):
+            stem = f"roberta.encoder.layer.{layer}."
+            parts = [weights.pop(f"{stem}attention.self.{each}.{kind}") for each in ("query", "key", "value")]
+            weights[f"{stem}mixer.Wqkv.{kind}"] = torch.cat(parts)
+    for old, new in names.items():
+        weights = {name.replace(old, new): each for name, each in weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"position_embedding_type": "absolute", "use_flash_attn": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        assert [output.outputs.probs for output in llm.classify(prompts, use_tqdm=False)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("modernbert", {"position_embedding_type": "absolute"}),
+        ("t5_gated", {"n_positions": None, "output_past": True}),
+        ("bert", {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}),
+        ("ernie", {"pool_act": "tanh", "task_id": 0}),
+        ("distilbert", {"tie_weights_": True}),
+    ],
+)
+def test_keys_of_published_configs_that_change_nothing(
+    name: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = encoder_config(name) | more
+    found = spec_from_config({key: value for key, value in config.items() if value is not None})
+    plain = spec_from_config(encoder_config(name))
+    assert replace(found, max_positions=plain.max_positions, layers=plain.layers) == plain
+    assert "not known, and nothing reads them" not in caplog.text
+
+
+def test_a_colbert_may_be_of_xlm_roberta() -> None:
+    """As jina-colbert-v2 is published."""
+    of_jina = {"model_type": "xlm-roberta", "position_embedding_type": "rotary", "rotary_emb_base": 20000.0}
+    config = {key: value for key, value in encoder_config("jina_v3").items() if key != "rope_parameters"} | of_jina
+    plain = spec_from_config(config | {"architectures": ["XLMRobertaModel"]})
+    found = spec_from_config(config | {"architectures": ["HF_ColBERT"]})
+    assert replace(found, architecture=plain.architecture) == plain
 
 
 def test_jina_bert_has_alibi_to_both_sides_and_a_gated_ffn(tmp_path: Path) -> None:
@@ -251,5 +311,7 @@ def test_vectors_with_int8_weights_are_those_of_floats_nearly(tmp_path: Path) ->
         exact = vectors(llm, prompts)
     with LLM(str(folder), in_process=True, quantization="int8", **ENGINE) as llm:
         found = vectors(llm, prompts)
+        assert torch.equal(vectors(llm, prompts[::-1]).flip(0), found), "in another order"
+        assert torch.equal(torch.cat([vectors(llm, [each]) for each in prompts]), found), "alone"
     assert torch.cosine_similarity(exact, found).min() > 0.999
     assert not torch.equal(exact, found)

@@ -49,6 +49,8 @@ class Shape(NamedTuple):
     """config_sentence_transformers.json; None: there is none."""
     settings_file: str = "sentence_bert_config.json"
     type_prefix: str = "sentence_transformers.models"
+    transformer: str = ""
+    """Where the model is, in the folder."""
 
 
 SHAPES: dict[str, Shape] = {
@@ -105,25 +107,38 @@ SHAPES: dict[str, Shape] = {
     "e5-mistral-7b-instruct": Shape("mistral", "lasttoken", general={"prompts": {"sts_query": "Instruct: "}}),
     "SGPT (LlamaModel)": Shape("llama", "weightedmean", normalizes=False),
     "umt5 encoder": Shape("umt5", "mean", tokens=ROBERTA),
+    "saved before 2.0": Shape(
+        "distilbert", "mean", "few", False, settings={"max_seq_length": 24}, general=None, transformer="0_Transformer"
+    ),
+    "first token and mean": Shape("bert", "cls+mean", "few", False),
+    "mean and largest, two layers": Shape(
+        "roberta", "max+mean", tokens=ROBERTA, dense=((48, "Tanh", True), (24, "SiLU", False))
+    ),
+    "saved by 5.4, three side by side": Shape("mpnet", "mean+lasttoken+cls", "word", tokens=ROBERTA),
+    "text2vec-base-chinese-paraphrase": Shape("ernie", "mean", "few", False, settings={"max_seq_length": 256}),
+    "FRIDA": Shape("t5_gated", "cls", tokens=ROBERTA, general={"prompts": {"search_query": "search_query: "}}),
+    "ms-marco-electra, embedded": Shape("electra", "mean", "few", False),
 }  # fmt: skip
 
 
 def write_modules(folder: Path, shape: Shape, width: int) -> None:
     kinds = ["Transformer", "Pooling", *["Dense"] * len(shape.dense)]
     kinds += ["LayerNorm"] * shape.layer_norm + ["Normalize"] * shape.normalizes
-    paths = ["" if kind == "Transformer" else f"{index}_{kind}" for index, kind in enumerate(kinds)]
+    paths = [shape.transformer if kind == "Transformer" else f"{index}_{kind}" for index, kind in enumerate(kinds)]
     kinds_named = [f"{shape.type_prefix}.{kind}" for kind in kinds]
     modules = [
         {"idx": n, "name": str(n), "path": path, "type": kind}
         for n, (path, kind) in enumerate(zip(paths, kinds_named, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    chosen = {f"pooling_mode_{flag}": flag == WORDS[shape.pooling] for flag in FLAGS[: 4 if shape.form == "few" else 6]}
-    said = {"pooling_mode": shape.pooling} if shape.form == "word" else chosen
+    ways = shape.pooling.split("+")
+    on = {WORDS[way] for way in ways}
+    chosen = {f"pooling_mode_{flag}": flag in on for flag in FLAGS[: 4 if shape.form == "few" else 6]}
+    said = {"pooling_mode": ways[0] if len(ways) == 1 else ways} if shape.form == "word" else chosen
     size = "embedding_dimension" if shape.form == "word" else "word_embedding_dimension"
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({size: width, **said, "include_prompt": True}))
-    generator = torch.Generator().manual_seed(5)
+    generator, width = torch.Generator().manual_seed(5), width * len(ways)
     for path, (values, activation, bias) in zip(paths[2:], shape.dense, strict=False):
         (folder / path).mkdir()
         where = "linear" if activation == "Identity" else "activation"
@@ -145,7 +160,7 @@ def write_modules(folder: Path, shape: Shape, width: int) -> None:
         norm = {name: torch.randn(width, generator=generator) for name in ("norm.weight", "norm.bias")}
         save_file(norm, folder / path / "model.safetensors")
     if shape.settings:
-        (folder / shape.settings_file).write_text(json.dumps(dict(shape.settings)))
+        (folder / shape.transformer / shape.settings_file).write_text(json.dumps(dict(shape.settings)))
     if shape.general is not None:
         (folder / "config_sentence_transformers.json").write_text(json.dumps({"__version__": {}, **shape.general}))
 
@@ -163,6 +178,11 @@ def save_shape(folder: Path, shape: Shape) -> Path:
         make_pair_tokenizer(folder, *shape.tokens)
         config = json.loads((folder / "config.json").read_text())
         width = config.get("hidden_size") or config.get("dim") or config["d_model"]
+    if shape.transformer:
+        files = list(folder.iterdir())
+        (folder / shape.transformer).mkdir()
+        for file in files:
+            file.rename(folder / shape.transformer / file.name)
     write_modules(folder, shape, width)
     return folder
 
@@ -171,11 +191,11 @@ class Reference:
     """sentence-transformers' modules, on the folder's transformers model."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
-        self.shape, self.folder = shape, folder
-        self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        (named,) = json.loads((folder / "config.json").read_text())["architectures"]
+        self.shape, inner = shape, folder / shape.transformer
+        self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(inner)
+        (named,) = json.loads((inner / "config.json").read_text())["architectures"]
         kind = getattr(transformers, named)
-        self.model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = kind.from_pretrained(inner, dtype=torch.float32, attn_implementation="eager").eval()
         modules = json.loads((folder / "modules.json").read_text())[2:]
         self.layers = [self._module(folder / each["path"], each["type"].rpartition(".")[2]) for each in modules]
 
@@ -204,14 +224,15 @@ class Reference:
         ids = torch.tensor([self.tokenizer(text, **how)["input_ids"]])
         states = self.model(input_ids=ids).last_hidden_state[0]
         count = torch.arange(1, len(states) + 1)[:, None].float()
-        pooled = {
+        ways = {
             "cls": lambda: states[0],
             "lasttoken": lambda: states[-1],
             "mean": lambda: states.mean(0),
             "max": lambda: states.amax(0),
             "mean_sqrt_len_tokens": lambda: states.sum(0) / len(states) ** 0.5,
             "weightedmean": lambda: (states * count).sum(0) / count.sum(),
-        }[self.shape.pooling]()
+        }
+        pooled = torch.cat([ways[way]() for way in self.shape.pooling.split("+")])
         for layer in self.layers:
             pooled = layer(pooled)
         return nn.functional.normalize(pooled, dim=0) if self.shape.normalizes else pooled

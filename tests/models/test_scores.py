@@ -48,7 +48,14 @@ def expected(folder: Path, pairs: list[tuple[str, str]], **how: Any) -> list[flo
     return found
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm_roberta"])
+@pytest.fixture(scope="module")
+def electra(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_encoder("electra", tmp_path_factory.mktemp("electra"), "ForSequenceClassification", num_labels=1)
+    make_pair_tokenizer(folder, "[CLS]", ("[SEP]",), "[SEP]")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "electra"])
 def test_a_cross_encoder_scores_pairs_as_its_tokenizer_joins_them(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     with LLM(str(folder), in_process=True, **ENGINE) as llm:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -20,6 +22,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from headrace import LLM, InvalidRequestError, ModelError, OptionError, PoolingParams
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.models.implementations import find_model
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
 QUERY = "Who wrote Faust?"
@@ -359,3 +364,22 @@ def test_process_rewards_are_of_the_tokens_that_end_steps(tmp_path: Path) -> Non
         assert (output.outputs.data - logits[[2, 5, 6]][:, [1]]).abs().max() < 1e-4
     with pytest.raises(OptionError, match="this classifier has 3 of each token"):
         LLM(str(tmp_path), in_process=True, pooler_config={**pooler, "returned_token_ids": [7]}, **given)
+
+
+@pytest.mark.parametrize(
+    ("base", "end", "name"),
+    [
+        ("bert", "ForMaskedLM", "BertSpladeSparseEmbeddingModel"),
+        ("xlm_roberta", "Model", "BgeM3EmbeddingModel"),
+        ("xlm_roberta", "Model", "ColBERTJinaRobertaModel"),
+        ("modernbert", "Model", "ColBERTModernBertModel"),
+    ],
+)
+def test_names_that_vllm_has_users_give_in_hf_overrides(tmp_path: Path, base: str, end: str, name: str) -> None:
+    options = Options(model=str(save_encoder(base, tmp_path, end)))
+    plain = find_model(open_checkpoint(options), options)
+    named = msgspec.structs.replace(options, hf_overrides={"architectures": [name]})
+    found = find_model(open_checkpoint(named), named)
+    assert replace(found.spec, architecture=plain.spec.architecture) == plain.spec
+    assert found.tasks.pooling is not None
+    assert ("embed_sparse" in found.tasks.pooling.kinds) == name.startswith("BertSplade")

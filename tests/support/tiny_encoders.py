@@ -33,6 +33,8 @@ _T5 = {
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"type_vocab_size": 2, "pad_token_id": 0}),
     "roberta": ("Roberta", {"type_vocab_size": 1}),
+    "electra": ("Electra", {"type_vocab_size": 2, "pad_token_id": 0, "embedding_size": 64}),
+    "ernie": ("Ernie", {"type_vocab_size": 4, "pad_token_id": 0, "use_task_id": True, "task_type_vocab_size": 3}),
     "xlm_roberta": ("XLMRoberta", {"type_vocab_size": 1, "layer_norm_eps": 1e-5}),
     "distilbert": (
         "DistilBert",

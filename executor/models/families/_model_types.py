@@ -24,6 +24,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "deepseek_v32": "DeepseekV32ForCausalLM",
         "distilbert": "DistilBertModel",
         "dots1": "Dots1ForCausalLM",
+        "electra": "ElectraModel",
+        "ernie": "ErnieModel",
         "ernie4_5": "Ernie4_5ForCausalLM",
         "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
         "exaone4": "Exaone4ForCausalLM",

@@ -33,6 +33,9 @@ _REASONS: Mapping[str, str] = {
         moe_dropout_prob moe_use_aux_free output_router_logits resid_pdrop residual_dropout router_aux_loss_coef
         router_jitter_noise router_z_loss_coef seq_aux summary_activation summary_first_dropout summary_hidden_size
         summary_last_dropout summary_proj_to_labels summary_type summary_use_proj use_cache z_loss_weight""",
+    "of heads of pre-training": """
+        directionality emb_size pool_act pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+        pooler_size_per_head pooler_type task_id""",
     "layout of training over devices": "ep_size model_parallel pretraining_tp tensor_parallel",
     "what the file is, and which program wrote it": """
         _commit_hash _diffusers_version _name_or_path architectures auto_map dtype finetuning_task id2label
@@ -52,9 +55,9 @@ _REASONS: Mapping[str, str] = {
         _attn_implementation _attn_implementation_autoset _experts_implementation _flash_attn_2_enabled
         _from_model_config attn_implementation cache_implementation chunk_size_feed_forward
         cross_attention_hidden_size for_llm_compressor inference_runner is_decoder max_batch_size onnx_safe
-        output_attentions output_hidden_states pad_key_length pre_allocate_kv_cache return_dict
-        runner_max_sequence_length tf_legacy_loss tie_encoder_decoder torchscript use_bfloat16 use_cache_kernel
-        use_cache_quantization use_flash_attn use_return_dict validate_runner_input verbose""",
+        output_attentions output_hidden_states pad_key_length pre_allocate_kv_cache return_dict output_past
+        runner_max_sequence_length tf_legacy_loss tie_encoder_decoder tie_weights_ torchscript use_bfloat16
+        use_cache_kernel use_cache_quantization use_flash_attn use_return_dict validate_runner_input verbose""",
     "precision and kernels of the original code": """
         attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion
         reorder_and_upcast_attn scale_attention_softmax_in_fp32 slow_but_exact softmax_in_fp32""",

@@ -39,6 +39,10 @@ VOCABULARY = (
 
 
 def build(config: Config) -> ArchSpec:
+    if config.get("model_type") == "xlm-roberta":  # a ColBERT: its architecture names no model
+        from headrace.executor.models.families import roberta
+
+        return roberta.build(config)
     check_positions(config)
     return encoder(
         config,
@@ -50,4 +54,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family((*heads_of("Bert"), "BertForPreTraining", COLBERT), build)
+FAMILY = Family((*heads_of("Bert"), "BertForPreTraining", COLBERT, "BertSpladeSparseEmbeddingModel"), build)

@@ -1,4 +1,5 @@
-"""Jina Embeddings 3 (Sturua et al. 2024): RoBERTa with rotary positions. Its tasks are LoRA adapters."""
+"""Jina Embeddings 3 (Sturua et al. 2024): RoBERTa with rotary positions. Its tasks are LoRA adapters. The same code has
+RoBERTa's own positions in Jina Reranker 2."""
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.families import Config, Family
@@ -16,6 +17,7 @@ from headrace.executor.models.families._encoders import (
 NAMES = WeightNames(
     prefixes=("roberta.", ""),
     embedding="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
     token_types="embeddings.token_type_embeddings",
     embedding_norm="emb_ln",
     layers="encoder.layers",
@@ -33,13 +35,14 @@ NAMES = WeightNames(
 
 def build(config: Config) -> ArchSpec:
     config = config.renamed(rope_theta="rotary_emb_base")
-    one_of(config, "position_embedding_type", "rotary")
+    is_rotary = one_of(config, "position_embedding_type", "rotary", "absolute") == "rotary"
     hidden = integer(config, "hidden_size")
     names = (NAMES.query, NAMES.key, NAMES.value)
     return encoder(
         config,
         names=NAMES,
-        rope=rope(config, head_dim_of(config), 20_000.0),
+        rope=rope(config, head_dim_of(config), 20_000.0) if is_rotary else None,
+        learned_position_offset=None if is_rotary else integer(config, "pad_token_id", 1) + 1,
         default_positions=8194,
         default_types=1,
         fused=(Fused("mixer.Wqkv", tuple((name, hidden) for name in names)),),

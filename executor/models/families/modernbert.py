@@ -146,7 +146,7 @@ def _head_activation(kind: str) -> HeadActivation:
 
 
 FAMILY = Family(
-    heads_of("ModernBert"),
+    (*heads_of("ModernBert"), "ColBERTModernBertModel"),
     build,
     ignored={
         **dict.fromkeys(
@@ -160,5 +160,6 @@ FAMILY = Family(
             ("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"), "the original code's kernels"
         ),
         **dict.fromkeys(("cls_token_id", "sep_token_id"), "of the tokenizer"),
+        "position_embedding_type": "configs say absolute; the original code reads it nowhere",
     },
 )

@@ -20,7 +20,7 @@ NAMES = replace(BERT, prefixes=("roberta.", "model.", ""))
 
 
 def build(config: Config) -> ArchSpec:
-    if config.get("position_embedding_type") == "rotary":
+    if config.get("position_embedding_type") == "rotary" or "use_flash_attn" in config:
         return jina_v3.build(config)
     check_positions(config)
     return encoder(
@@ -33,6 +33,10 @@ def build(config: Config) -> ArchSpec:
     )
 
 
+OF_VLLM = ("BgeM3EmbeddingModel", "ColBERTJinaRobertaModel")
+"""What vLLM has users name in hf_overrides."""
 FAMILY = Family(
-    (*heads_of("Roberta"), *heads_of("XLMRoberta"), *heads_of("Camembert")), build, ignored=jina_v3.FAMILY.ignored
+    (*heads_of("Roberta"), *heads_of("XLMRoberta"), *heads_of("Camembert"), *OF_VLLM),
+    build,
+    ignored=jina_v3.FAMILY.ignored,
 )

@@ -27,11 +27,16 @@ NAMES = WeightNames(
 )
 
 
+DEFAULT_POSITIONS = 512
+"""Those of T5's training. Its code knows no limit, and most configs name none."""
+
+
 def build(config: Config) -> ArchSpec:
     config = config.renamed(
         hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
     )
-    num_heads, head_dim, reach = (integer(config, key) for key in ("num_attention_heads", "head_dim", "n_positions"))
+    num_heads, head_dim = integer(config, "num_attention_heads"), integer(config, "head_dim")
+    reach = integer(config, "n_positions", DEFAULT_POSITIONS)
     kind = str(config.get("feed_forward_proj", "relu"))
     gated, name = kind.startswith("gated-"), kind.removeprefix("gated-")
     if name not in ACTIVATIONS:
