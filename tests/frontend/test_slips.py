@@ -38,6 +38,14 @@ def kimis(id: str, arguments: str) -> str:
     return f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
+def deepseeks(arguments: str) -> str:
+    calls = load_format("deepseek_v31").calls
+    assert calls is not None
+    assert calls.section is not None
+    written = f"{calls.call[0]}get_weather{calls.name[1]}{arguments}{calls.call[1]}"
+    return f"{calls.section[0]}{written}{calls.section[1]}"
+
+
 GOOD = kimis("functions.get_weather:1", '{"city": "Zürich", "days": 3}')
 GEMMAS = 'get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
@@ -109,6 +117,16 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     # closing markers that close nothing
     ("hermes", f"<tool_call>{CALL}</tool_call></tool_call>\n</tool_call>", "", [PLAIN]),
     ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n</tool_call>\n</tool_call>", "", [PLAIN]),
+    *(
+        ("kimi_k2", f"{KIMI}{kimis(id, json.dumps(PLAIN[1]))}{KIMIS_END}", "", [PLAIN])
+        for id in ("functions_get_weather_2", "functions.get_weather_2", "get_weather_2", "functions:get_weather:2")
+    ),
+    ("kimi_k2", f"{KIMI}{kimis('functions_other_2', '{}')}{GOOD}{KIMIS_END}", "", [PLAIN]),
+    # a fence, as DeepSeek V3's format has it
+    *(
+        ("deepseek_v31", deepseeks(f"{begin}{json.dumps(PLAIN[1])}{end}"), "", [PLAIN])
+        for begin, end in (("```json\n", "\n```"), ("\n```\n", "\n```\n"), ("```json\n", ""))
+    ),
     ("glm45", "<tool_call>now\n</tool_call>\n</tool_call> ok", " ok", [("now", {})]),
     ("hermes", "no </tool_call> here", "no </tool_call> here", []),
 ]  # fmt: skip

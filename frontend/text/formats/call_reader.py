@@ -29,6 +29,7 @@ MOST_SPACE = 1024
 """Most characters of white space that are held back until it is known whether a call follows."""
 _INDEX = re.compile(r":\d+\s*$")
 """The end of a name that is a call's id."""
+_ID_OF_A_SLIP = re.compile(r"(?:functions[._:])?(.+?)[_:]\d+")
 _WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
 """The end of a JSON string, and what begins like one."""
 _OTHER_KEYS = ("type", "id")
@@ -94,7 +95,7 @@ class CallReader(PieceReader):
         needs_tool = self._is_loose
         if calls.name_is_id:
             needs_tool = needs_tool or _INDEX.search(name) is None
-            id, name = name, _INDEX.sub("", name.split(".", 1)[-1])
+            id, name = name, self._name_in(name)
         if not name or (needs_tool and not self._may_name(name)):
             raise NoCallError
         if calls.space_is_content and self._has_said:
@@ -104,6 +105,14 @@ class CallReader(PieceReader):
         self.num_calls += 1
         self.has_open_call = True
         return self.call
+
+    def _name_in(self, id: str) -> str:
+        """The name in a call's id, `functions.NAME:INDEX`. Models write other signs between its parts, where what is
+        left then names a tool."""
+        name = _INDEX.sub("", id.split(".", 1)[-1])
+        found = _ID_OF_A_SLIP.fullmatch(id)
+        is_slip = found is not None and not self._may_name(name) and self._may_name(found[1])
+        return found[1] if is_slip and found is not None else name
 
     def _may_name(self, name: str) -> bool:
         """Whether a call that lacks the format's markers may have this name."""
@@ -229,11 +238,17 @@ class CallReader(PieceReader):
         name = yield from self._name_before("{")
         call = self._begin(name.removesuffix("[ARGS]").split("[CALL_ID]")[0])
         yield from self._skip_space()
+        # Models write a fence that the format of an earlier version had.
+        is_fenced = (yield from self._accept("```json")) or (yield from self._accept("```"))
+        yield from self._skip_space()
         if (yield from self._peek(1)) != "{":
             self._arguments(call, "{}")
             return
         stop = calls.call[1] if calls.section is not None else ""
         yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is, stop=stop)
+        if is_fenced:
+            yield from self._skip_space()
+            yield from self._accept("```")
 
     def _python_call(self) -> Reads:
         name = yield from self._short_until("(")
