@@ -14,7 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_server import Server, address_of_engine, metric, serving, wait_until
+from http_server import Server, address_of_engine, metric, serving
+from patience import wait_until
 
 from headrace.frontend.cli.main import main
 from headrace.frontend.cli.remote import RemoteLLM

@@ -20,8 +20,9 @@ import pytest
 import zmq
 from fake_core import Faults, ZmqCore, zmq_core
 from fleet_parts import Session
-from http_server import null_engine_arguments, wait_until
+from http_server import null_engine_arguments
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from patience import wait_until
 from source_tree import PYTHONPATH
 
 from headrace import LLM, SamplingParams

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_core import FakeCore, ZmqCore, zmq_core
-from http_server import address_of_engine, metric, serving, wait_until
+from http_server import address_of_engine, metric, serving
+from patience import wait_until
 from terminal import on_terminal
 from test_cli_ps import stats_of
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import tiny_models
 from containers import IN_CONTAINER, needs_containers
-from http_server import wait_until
+from patience import wait_until
 
 pytestmark = [needs_containers, pytest.mark.system]
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")

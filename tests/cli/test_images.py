@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny_models
-from http_server import wait_until
+from patience import wait_until
 from test_behind_nginx import free_port
 
 ROOT = Path(__file__).parents[2]

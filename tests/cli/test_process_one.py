@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from containers import IN_CONTAINER, needs_containers
-from http_server import wait_until
-from patience import within
+from patience import wait_until, within
 
 pytestmark = needs_containers
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")

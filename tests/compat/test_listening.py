@@ -14,7 +14,8 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_server import Server, ask, serving, stream, wait_until
+from http_server import Server, ask, serving, stream
+from patience import wait_until
 
 KEY = "key-of-the-tests"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

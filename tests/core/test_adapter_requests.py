@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from engine_parts import VOCAB_SIZE, SteppedClient, SteppedCore, make_plan
-from multiproc_parts import wait_until
+from patience import wait_until
 
 from headrace.core.adapters.loader import AdapterLoader
 from headrace.core.engine.engine import EngineThread

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import wait_until
 from source_tree import PYTHONPATH
 from wire_client import WireClient, request_message
 
@@ -50,15 +51,6 @@ FOREVER = 30_000
 
 def null_options(**model: Any) -> Options:
     return Options(distributed_executor_backend=NULL, model="null", hf_overrides=model, max_num_seqs=64)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until the condition held."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < timeout_s, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - began_s
 
 
 def is_gone(pid: int) -> bool:

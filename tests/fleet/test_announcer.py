@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from engine_parts import make_plan, welcome_of
-from http_server import wait_until
+from patience import wait_until
 
 from headrace import LLM
 from headrace.core.coordinator.announcer import AnnouncedState, Announcer

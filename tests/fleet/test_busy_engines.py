@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from busy_executor import BUSY
-from http_server import wait_until
 from null_with_tokenizer import BACKEND
+from patience import wait_until
 from server_here import serving_here
 from source_tree import PYTHONPATH
 

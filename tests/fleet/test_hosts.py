@@ -17,7 +17,8 @@ from typing import Any
 import http_server
 import psutil
 import pytest
-from http_server import Server, ask, metric, null_engine_arguments, serving, wait_until
+from http_server import Server, ask, metric, null_engine_arguments, serving
+from patience import wait_until
 from test_serve_fleet import stream, undisturbed
 from zmtp_greeting import wants_keys
 

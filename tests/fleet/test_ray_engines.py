@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from http_server import wait_until
+from patience import wait_until
 
 from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor

@@ -18,8 +18,9 @@ import psutil
 import pytest
 import uvicorn
 import yaml
-from http_server import events_of, metric, wait_until
+from http_server import events_of, metric
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from patience import wait_until
 from starlette.requests import Request
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import tiny_models
-from http_server import Server, metric, serving, wait_until
+from http_server import Server, metric, serving
 from null_with_tokenizer import LATE, MISSABLE
+from patience import wait_until
 from test_serve_fleet import engines_of, stream, undisturbed
 
 from headrace.core.options.parsing import parse_options

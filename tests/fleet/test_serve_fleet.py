@@ -10,8 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
-from http_server import Server, engines_of, events_of, metric, serving, wait_until
+from http_server import Server, engines_of, events_of, metric, serving
 from null_with_tokenizer import DEADLY_FORM
+from patience import wait_until
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.ipc.failure import InvalidRequestError, OptionError

@@ -15,7 +15,8 @@ import httpx
 import pytest
 import yaml
 from debian_programs import program
-from http_server import Server, engine_of, metric, serving, wait_until
+from http_server import Server, engine_of, metric, serving
+from patience import wait_until
 from prometheus import prometheus
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"

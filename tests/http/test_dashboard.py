@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import ask, serving, wait_until
+from http_server import ask, serving
+from patience import wait_until
 from prometheus import prometheus
 from server_here import serving_here
 

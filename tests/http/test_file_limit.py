@@ -7,8 +7,9 @@ import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from http_server import Server, connection, processor_share, serving, wait_until
+from http_server import Server, connection, processor_share, serving
 from http_server import stream as stream_of
+from patience import wait_until
 
 LIMIT = 160
 

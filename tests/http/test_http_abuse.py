@@ -21,7 +21,8 @@ import httpx
 import psutil
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from http_server import Server, ask, connection, read_all, serving, wait_until
+from http_server import Server, ask, connection, read_all, serving
+from patience import wait_until
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Secret

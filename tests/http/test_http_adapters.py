@@ -18,8 +18,9 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_server import engines_of, metric, serving, wait_until
+from http_server import engines_of, metric, serving
 from null_adapters import write
+from patience import wait_until
 from server_here import MODEL, ServerHere, serving_here
 
 from headrace import InvalidRequestError, LoRARequest

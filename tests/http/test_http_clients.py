@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from http_server import read_all, wait_until
+from http_server import read_all
 from null_with_tokenizer import VOCAB_SIZE
+from patience import wait_until
 from server_here import ServerHere, serving_here
 
 from headrace.frontend.http.apis.openai import prompts

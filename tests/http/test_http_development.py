@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-from http_server import Server, metric, serving, wait_until
+from http_server import Server, metric, serving
 from hypothesis import HealthCheck, Phase, given, settings
+from patience import wait_until
 from served_routes import DEVELOPMENT_ROUTES, ROUTES, document_of
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
 

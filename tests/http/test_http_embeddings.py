@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_server import wait_until
+from patience import wait_until
 from server_here import ServerHere, serving_here
 
 from headrace.frontend.http.process.options import ServeOptions

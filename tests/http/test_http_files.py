@@ -14,8 +14,9 @@ import httpx
 import msgspec
 import openai
 import pytest
-from http_server import Server, engine_of, serving, wait_until
+from http_server import Server, engine_of, serving
 from null_with_tokenizer import PARROT
+from patience import wait_until
 from running_batch import running_batch
 
 from headrace.frontend.http.apis.files.store import (

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from http_server import Server, connection, metric, read_all, serving, wait_until
+from http_server import Server, connection, metric, read_all, serving
+from patience import wait_until
 
 BODY = json.dumps({"prompt": [5], "max_tokens": 2, "ignore_eos": True}).encode()
 LONG = json.dumps({"prompt": [5], "max_tokens": 20_000, "ignore_eos": True}).encode()

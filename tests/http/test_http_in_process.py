@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import ask, wait_until
+from http_server import ask
+from patience import wait_until
 from served_routes import ROUTES
 from server_here import MODEL, ServerHere, serving_here
 

@@ -25,10 +25,9 @@ from http_server import (
     processor_share,
     refuses,
     serving,
-    wait_until,
 )
 from null_with_tokenizer import HANGING
-from patience import within
+from patience import wait_until, within
 
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import HERE, Server, ask, connection, serving, stream, wait_until
+from http_server import HERE, Server, ask, connection, serving, stream
+from patience import wait_until
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 KEY = "a-key-of-22-characters"

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_server import Server, serving, wait_until
+from http_server import Server, serving
 from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from patience import wait_until
 from pydantic import BaseModel, TypeAdapter
 
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob

@@ -18,8 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
-from http_server import HERE, Server, engine_of, events_of, metric, serving, wait_until
+from http_server import HERE, Server, engine_of, events_of, metric, serving
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from patience import wait_until
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
 
 from headrace.core.options.parsing import parse_options

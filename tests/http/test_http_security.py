@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from http_server import Server, connection, metric, read_all, serving, wait_until
-from patience import within
+from http_server import Server, connection, metric, read_all, serving
+from patience import wait_until, within
 
 from headrace.frontend.cli.main import main
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options

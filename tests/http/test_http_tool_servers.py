@@ -12,11 +12,12 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
-from http_server import Server, serving, wait_until
+from http_server import Server, serving
 from mcp.server.mcpserver import MCPServer
 from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseStreamEvent
 from opentelemetry.trace import get_current_span
+from patience import wait_until
 from pydantic import TypeAdapter
 
 from headrace.frontend.http.apis.responses.tool_servers import approval_of, parse_servers

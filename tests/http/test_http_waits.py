@@ -7,7 +7,8 @@ import re
 
 import httpx
 import pytest
-from http_server import HERE, Server, wait_until
+from http_server import HERE, Server
+from patience import wait_until
 from test_behind_nginx import free_port
 from test_http_lifecycle import COMPLETIONS
 from test_http_restart import NULL_ENGINE, engine_at

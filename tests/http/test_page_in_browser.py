@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import chromium, faults_of, needs_chromium, opened
-from http_server import Server, engine_of, serving, wait_until
+from http_server import Server, engine_of, serving
 from null_adapters import write as write_adapter
+from patience import wait_until
 from server_here import serving_here
 
 from headrace.frontend.http.process.options import ServeOptions

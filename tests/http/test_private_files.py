@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_server import Server, ask, serving, wait_until
+from http_server import Server, ask, serving
+from patience import wait_until
 
 from headrace.core.engine.timeline import Timeline
 from headrace.core.options.parsing import read_config

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_server import Server, connection, read_all, refuses, serving, wait_until
+from http_server import Server, connection, read_all, refuses, serving
+from patience import wait_until
 
 COMPLETIONS = "/v1/completions"
 SLOW = {"step_delay_s": 0.01}

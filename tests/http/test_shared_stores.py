@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from http_server import Server, metric, serving, wait_until
+from http_server import Server, metric, serving
 from null_with_tokenizer import PARROT
+from patience import wait_until
 from running_batch import running_batch
 
 from headrace.frontend.http.apis.files import routes as file_handlers

@@ -11,7 +11,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from http_server import Server, engines_of, metric, serving, wait_until
+from http_server import Server, engines_of, metric, serving
+from patience import wait_until
 from trained_adapter import ANSWER, PROMPT, train
 
 from headrace import LLM, LoRARequest, SamplingParams

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from engine_parts import make_plan, welcome_of
 from fake_core import zmq_core
-from http_server import wait_until
+from patience import wait_until
 from source_tree import PYTHONPATH
 from wire_client import WireClient
 

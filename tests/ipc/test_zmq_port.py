@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from engine_parts import make_plan, welcome_of
-from http_server import wait_until
+from patience import wait_until
 from wire_client import WireClient
 
 from headrace.core.engine import zmq_port

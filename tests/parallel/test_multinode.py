@@ -19,7 +19,8 @@ import msgspec
 import psutil
 import pytest
 import tiny_models
-from multiproc_parts import HERE, bring_up, options, wait_until
+from multiproc_parts import HERE, bring_up, options
+from patience import wait_until
 from plan_maker import PlanMaker
 from source_tree import PYTHONPATH
 from test_multiproc import adapter, tokens_of_one_process

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from multiproc_parts import HERE, Ranks, bring_up, leftovers, options, wait_until, wait_until_nothing_is_left
+from multiproc_parts import HERE, Ranks, bring_up, leftovers, options, wait_until_nothing_is_left
 from null_rank import NullRank
+from patience import wait_until
 
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options

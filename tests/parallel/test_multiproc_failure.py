@@ -9,8 +9,8 @@ import time
 
 import msgspec
 import pytest
-from multiproc_parts import HERE, Ranks, options, wait_until
-from patience import within
+from multiproc_parts import HERE, Ranks, options
+from patience import wait_until, within
 
 from headrace.core.process.child import start_engine
 from headrace.executor.placement import worker_group

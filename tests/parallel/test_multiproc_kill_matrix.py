@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 import pytest
-from multiproc_parts import HERE, options, wait_until
-from patience import within
+from multiproc_parts import HERE, options
+from patience import wait_until, within
 from wire_client import WireClient
 
 from headrace import LLM, SamplingParams

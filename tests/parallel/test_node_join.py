@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from multiproc_parts import HERE, options, wait_until
+from multiproc_parts import HERE, options
+from patience import wait_until
 from test_multinode import null_flags, on_two_nodes, start_node
 
 from headrace.core.options.engine_options import Options

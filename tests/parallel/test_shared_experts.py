@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import tiny_models
-from http_server import wait_until
+from patience import wait_until
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.core.engine.engine import load_executor

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from http_server import wait_until
-from patience import has_ended, still_alive
+from patience import has_ended, still_alive, wait_until
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, compiled, each_backend, takes, tokens_of
 
 from headrace import InvalidRequestError, StructuredOutputsParams

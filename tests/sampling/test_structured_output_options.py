@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import tiny_models
-from http_server import wait_until
+from patience import wait_until
 from test_structured_outputs import ENGINE, ask, form
 
 from headrace import LLM, AsyncLLM, GuidedDecodingParams, InvalidRequestError, SamplingParams

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,6 @@ def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
     with client.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         return events_of(response)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < within(timeout_s), f"{what} did not happen within {timeout_s:g} s"
-        time.sleep(0.01)
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> float:

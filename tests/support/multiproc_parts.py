@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from null_rank import WORKER_CLS
-from patience import within
+from patience import wait_until
 from plan_maker import PlanMaker
 
 from headrace.core.options.engine_options import Options
@@ -124,13 +123,3 @@ def wait_until_nothing_is_left(before: Leftovers) -> None:
     wait_until(
         lambda: not any(leftovers().beyond(before)), 5.0, lambda: f"nothing left, but {leftovers().beyond(before)},"
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
-    """Waits for the condition, longer on a busy machine. Returns the seconds that it took."""
-    began_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - began_s > within(timeout_s):
-            raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s} s")
-        time.sleep(0.01)
-    return time.monotonic() - began_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -15,6 +15,16 @@ def within(seconds: float) -> float:
         average, _, _, running, _ = file.read().split()
     wanting = max(float(average), float(running.partition("/")[0]))
     return seconds * max(1.0, wanting / (os.cpu_count() or 1))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
+    """Waits for the condition, longer on a busy machine. Returns the seconds that it took."""
+    began_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - began_s > within(timeout_s):
+            raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s:g} s")
+        time.sleep(0.01)
+    return time.monotonic() - began_s
 
 
 def still_alive(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:

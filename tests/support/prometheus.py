@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from debian_programs import program
-from http_server import wait_until
+from patience import wait_until
 
 
 @contextlib.contextmanager

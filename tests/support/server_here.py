@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import httpx
 from fleet_parts import Session
-from http_server import wait_until
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
+from patience import wait_until
 
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
