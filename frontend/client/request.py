@@ -227,7 +227,10 @@ class RequestStream(OneProcess):
         self.client: RequestListener | None = None
         """The pool of engines that the request was submitted to, which hears of its end first."""
         self.meter: RequestMeter | None = None
-        """Times it."""
+        """Times it; the next three are what it knows of the request."""
+        self.last_step_s: float | None = None
+        """When the last outputs arrived (monotonic seconds)."""
+        self.num_timed_tokens = self.num_timed_moves = 0
         self.trace = request.trace
         """Exports its times at its end."""
         self.touched = False

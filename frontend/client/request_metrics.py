@@ -9,6 +9,7 @@ The numbers are float64 in a block of memory: a client's own, or one that a serv
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import time
 from bisect import bisect_left
@@ -94,33 +95,28 @@ Exemplars = dict[tuple[str, int], Exemplar]
 
 
 class RequestMeter:
-    """Times one request into a block."""
-
-    __slots__ = ("_block", "_exemplars", "_last_s", "_num_migrations", "_num_tokens", "_on_gap", "_trace_id")
+    """Times the requests that began at one engine into a block."""
 
     def __init__(
         self, block: Block, on_gap: Callable[[float], None] | None = None, exemplars: Exemplars | None = None
     ) -> None:
-        """on_gap: called with the seconds that the request paused when it moved to another engine. exemplars: where
-        the observations of a traced request are noted."""
-        self._block, self._on_gap, self._exemplars = block, on_gap, exemplars
-        self._trace_id = ""
-        self._last_s: float | None = None  # when its last outputs arrived
-        self._num_tokens = self._num_migrations = 0
+        """on_gap: called with the seconds that a request paused when it moved to another engine. exemplars: where
+        the observations of traced requests are noted."""
+        self._block, self._on_gap, self.exemplars = block, on_gap, exemplars
 
     def on_step(self, stream: RequestStream, now_s: float) -> None:
         """Call at each step with outputs of the request, as RequestListener.on_step."""
-        last_s, self._last_s = self._last_s, now_s
+        last_s, stream.last_step_s = stream.last_step_s, now_s
         # If n > 1, the first output represents all.
         num_tokens = len(stream.sequences[0].token_ids)
         if last_s is not None:
             block, interval_s = self._block, now_s - last_s
-            count = num_tokens - self._num_tokens or 1  # several tokens may arrive together
+            count = num_tokens - stream.num_timed_tokens or 1  # several tokens may arrive together
             block[INTER_TOKEN + bisect_left(_TOKEN, interval_s / count)] += count
             block[INTER_TOKEN_SUM] += interval_s
-        self._num_tokens = num_tokens
-        if stream.route is not None and stream.route.num_migrations != self._num_migrations:
-            self._num_migrations = stream.route.num_migrations
+        stream.num_timed_tokens = num_tokens
+        if stream.route is not None and stream.route.num_migrations != stream.num_timed_moves:
+            stream.num_timed_moves = stream.route.num_migrations
             if last_s is not None and self._on_gap is not None:
                 self._on_gap(now_s - last_s)
 
@@ -131,43 +127,42 @@ class RequestMeter:
         metrics = stream.metrics
         if stream.error is not None:
             return
-        if stream.trace is not None:
-            self._trace_id = stream.trace.trace_id
+        take = functools.partial(self._take, "" if stream.trace is None else stream.trace.trace_id)
         num_prompt = len(stream.prompt.token_ids or ())
-        self._take("request_prompt_tokens", num_prompt)
-        self._take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
-        self._take("request_params_n", stream.params.n)
-        self._take("request_params_max_tokens", stream.params.max_tokens)
-        self._take("request_generation_tokens", metrics.num_generation_tokens)
-        self._take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
+        take("request_prompt_tokens", num_prompt)
+        take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
+        take("request_params_n", stream.params.n)
+        take("request_params_max_tokens", stream.params.max_tokens)
+        take("request_generation_tokens", metrics.num_generation_tokens)
+        take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
         if reason == "abort":
             return
-        self._take("request_num_preemptions", metrics.num_preemptions)
-        self._take("time_to_first_token_seconds", metrics.first_token_latency)
-        self._take("e2e_request_latency_seconds", metrics.total_s)
-        self._take("request_queue_time_seconds", metrics.queued_s)
-        self._take("request_prefill_time_seconds", metrics.prefill_s)
-        self._take("request_decode_time_seconds", metrics.decode_s)
+        take("request_num_preemptions", metrics.num_preemptions)
+        take("time_to_first_token_seconds", metrics.first_token_latency)
+        take("e2e_request_latency_seconds", metrics.total_s)
+        take("request_queue_time_seconds", metrics.queued_s)
+        take("request_prefill_time_seconds", metrics.prefill_s)
+        take("request_decode_time_seconds", metrics.decode_s)
         if metrics.prefill_s is not None and metrics.decode_s is not None:
-            self._take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
+            take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
             if metrics.num_generation_tokens > stream.params.n:
                 steps = metrics.num_generation_tokens / stream.params.n - 1
-                self._take("request_time_per_output_token_seconds", metrics.decode_s / steps)
+                take("request_time_per_output_token_seconds", metrics.decode_s / steps)
 
-    def _take(self, name: str, value: float | None) -> None:
+    def _take(self, trace_id: str, name: str, value: float | None) -> None:
         if value is None:
             return
         bounds, _ = REQUEST_HISTOGRAMS[name]
         observe(self._block, REQUEST_LAYOUT.at[name], bounds, value)
-        if self._trace_id and self._exemplars is not None:
-            self._exemplars[name, bisect_left(bounds, value)] = Exemplar(self._trace_id, value, time.time())
+        if trace_id and self.exemplars is not None:
+            self.exemplars[name, bisect_left(bounds, value)] = Exemplar(trace_id, value, time.time())
 
 
 class Meters(Protocol):
-    """Makes the meters of a client's requests."""
+    """The meters of a client's requests."""
 
     def meter(self, engine: int) -> RequestMeter:
-        """For a request that begins at the engine of this rank."""
+        """Of requests that begin at the engine of this rank."""
         ...
 
 
@@ -176,9 +171,12 @@ class RequestCounts:
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[float]] = collections.defaultdict(lambda: [0.0] * REQUEST_LAYOUT.size)
+        self._meters: dict[int, RequestMeter] = {}
 
     def meter(self, engine: int) -> RequestMeter:
-        return RequestMeter(self._blocks[engine])
+        if engine not in self._meters:
+            self._meters[engine] = RequestMeter(self._blocks[engine])
+        return self._meters[engine]
 
     def histogram(self, name: str, engine: int) -> tuple[list[float], float]:
         """The number of observations per bucket, and the sum of the values."""

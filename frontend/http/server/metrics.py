@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from headrace.frontend.client.request_metrics import (
     REQUEST_LAYOUT,
     SHORT,
     SUCCESS,
-    Exemplars,
     Histograms,
     Layout,
     RequestMeter,
@@ -81,6 +79,7 @@ OTHER_METRICS = {
     _IN_FLIGHT: ("gauge", "HTTP requests in progress."),
 }
 """By name: kind and help of metrics with labels or values of their own kind."""
+_OF_ENGINE = ("model_name", "engine")
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
@@ -134,7 +133,7 @@ class Pages:
         self.process = self._numbers[self._start : self._start + _PROCESS_LAYOUT.size]
         self.handlers: dict[Handler, int] = {_NO_ROUTE: 0}
         """By route: the index of its counts, the same in all processes."""
-        self._exemplars: defaultdict[int, Exemplars] = defaultdict(dict)
+        self._meters: dict[int, RequestMeter] = {}
         self.set(_IN_FLIGHT, 0.0)  # the page may be that of a process which died
 
     def engine(self, index: int) -> memoryview[float]:
@@ -143,12 +142,10 @@ class Pages:
         return self._numbers[first : first + REQUEST_LAYOUT.size]
 
     def meter(self, engine: int) -> RequestMeter:
-        """For a request that begins at the engine of this rank."""
-        return RequestMeter(self.engine(engine), self.gap, self._exemplars[engine])
-
-    def exemplars(self, engine: int) -> Exemplars:
-        """Of this process's requests of one engine."""
-        return self._exemplars[engine]
+        """Of this process's requests that begin at the engine of this rank."""
+        if engine not in self._meters:
+            self._meters[engine] = RequestMeter(self.engine(engine), self.gap, {})
+        return self._meters[engine]
 
     def count_handlers(self, handlers: Iterable[Handler]) -> None:
         """Counts requests of these routes separately from now on."""
@@ -195,6 +192,10 @@ class Pages:
         bounds, _ = REQUEST_HISTOGRAMS[name]
         return self.total(_engine_offset(index) + REQUEST_LAYOUT.at[name], len(bounds) + 2)
 
+    def of_engine(self, index: int, name: str) -> float:
+        """A counter of one engine's requests, over all processes."""
+        return self.total(_engine_offset(index) + REQUEST_LAYOUT.at[name], 1)[0]
+
     def gc_pause(self, seconds: float) -> None:
         """Records the duration of a garbage collection in this process."""
         observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
@@ -235,114 +236,94 @@ class Exposition:
             if (former := self._former.get(family.name)) is not None:
                 yield _renamed(family, former)
 
-    def _engine_families(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    def _family(self, kind: str, name: str, text: str, labels: Sequence[str] = _OF_ENGINE) -> Any:
+        """A family without samples. kind: counter, gauge or histogram."""
+        from prometheus_client import core
 
-        for kind, name, text, value in ENGINE_METRICS:
-            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
-            for engine in self._pool.engines:
-                stats = self._last_stats.get(engine.index)
-                if stats is not None and (number := value(stats)) is not None:
-                    family.add_metric(_labels(engine), number)
-            yield family
-        accepted = CounterMetricFamily(
-            f"{self._prefix}:{_ACCEPTED}",
-            OTHER_METRICS[_ACCEPTED][1],
-            labels=("model_name", "engine", "position"),
-        )
+        families = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        return families[kind](f"{self._prefix}:{name}", text, labels=labels)
+
+    def _other_family(self, name: str, labels: Sequence[str]) -> Any:
+        kind, text = OTHER_METRICS[name]
+        return self._family(kind.partition(" ")[0], name, text, labels)
+
+    def _told(self) -> Iterator[tuple[tuple[str, str], EngineStats]]:
+        """The labels and the last statistics of each engine that has told some."""
         for engine in self._pool.engines:
             if (stats := self._last_stats.get(engine.index)) is not None:
-                for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-                    accepted.add_metric((*_labels(engine), str(position)), count)
+                yield _labels(engine), stats
+
+    def _engine_families(self) -> Iterator[Any]:
+        for kind, name, text, value in ENGINE_METRICS:
+            family = self._family(kind, name, text)
+            for labels, stats in self._told():
+                if (number := value(stats)) is not None:
+                    family.add_metric(labels, number)
+            yield family
+        accepted = self._other_family(_ACCEPTED, (*_OF_ENGINE, "position"))
+        for labels, stats in self._told():
+            for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+                accepted.add_metric((*labels, str(position)), count)
         yield accepted
         for kind, name, text, label, values in METRICS_BY_LABEL:
-            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine", label))
-            for engine in self._pool.engines:
-                if (stats := self._last_stats.get(engine.index)) is not None:
-                    for value_of_label, number in values(stats).items():
-                        family.add_metric((*_labels(engine), value_of_label), number)
+            family = self._family(kind, name, text, (*_OF_ENGINE, label))
+            for labels, stats in self._told():
+                for value_of_label, number in values(stats).items():
+                    family.add_metric((*labels, value_of_label), number)
             yield family
-        yield self._lora_family()
-        yield from self._step_families()
-        up = GaugeMetricFamily(f"{self._prefix}:{_UP}", OTHER_METRICS[_UP][1], labels=("engine",))
-        info = GaugeMetricFamily(
-            f"{self._prefix}:{_CACHE}",
-            OTHER_METRICS[_CACHE][1],
-            labels=(
-                *("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
-                *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
-            ),
-        )
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        loras = self._other_family(LORA_INFO, (*_OF_ENGINE, *names))
+        for labels, stats in self._told():
+            if (of_loras := lora_labels(stats)) is not None:
+                loras.add_metric((*labels, *(of_loras[name] for name in names)), time.time())
+        yield loras
+        for name, text, bounds, counted in ENGINE_HISTOGRAMS:
+            family = self._family("histogram", name, text)
+            for labels, stats in self._told():
+                if (found := counted(stats)) is not None:
+                    family.add_metric(labels, cumulative(bounds, found.counts), sum_value=found.sum)
+            yield family
+        up = self._other_family(_UP, ("engine",))
+        shape = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+        info = self._other_family(_CACHE, ("engine", *shape, "kv_cache_size_tokens", "kv_cache_max_concurrency"))
         for engine in self._pool.engines:
             up.add_metric((str(engine.index),), float(engine.usable))
             if engine.client is not None:
-                welcome = engine.client.welcome
-                shape = (welcome.block_size, welcome.num_blocks, welcome.enable_prefix_caching)
-                size = (welcome.kv_cache_tokens, welcome.kv_cache_requests)
-                info.add_metric(tuple(map(str, (engine.index, *shape, *size))), 1.0)
+                told = engine.client.welcome
+                of_blocks = (told.block_size, told.num_blocks, told.enable_prefix_caching)
+                values_of = (engine.index, *of_blocks, told.kv_cache_tokens, told.kv_cache_requests)
+                info.add_metric(tuple(map(str, values_of)), 1.0)
         yield from (up, info)
 
-    def _lora_family(self) -> Any:
-        from prometheus_client.core import GaugeMetricFamily
-
-        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        family = GaugeMetricFamily(
-            f"{self._prefix}:{LORA_INFO}",
-            OTHER_METRICS[LORA_INFO][1],
-            labels=("model_name", "engine", *names),
-        )
-        for engine in self._pool.engines:
-            stats = self._last_stats.get(engine.index)
-            if stats is not None and (labels := lora_labels(stats)) is not None:
-                family.add_metric((*_labels(engine), *(labels[name] for name in names)), time.time())
-        return family
-
-    def _step_families(self) -> Iterator[Any]:
-        from prometheus_client.core import HistogramMetricFamily
-
-        for name, text, bounds, counted in ENGINE_HISTOGRAMS:
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
-            for engine in self._pool.engines:
-                stats = self._last_stats.get(engine.index)
-                if stats is not None and (found := counted(stats)) is not None:
-                    family.add_metric(_labels(engine), cumulative(bounds, found.counts), sum_value=found.sum)
-            yield family
-
     def _request_families(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-
-        labels = ("model_name", "engine")
         for name, (bounds, text) in REQUEST_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=labels)
+            family = self._family("histogram", name, text)
             for engine in self._pool.engines:
                 *counts, total = self._pages.of_requests(engine.index, name)
                 buckets = self._with_exemplars(engine, name, cumulative(bounds, counts))
                 family.add_metric(_labels(engine), buckets, sum_value=total)
             yield family
-        success = CounterMetricFamily(
-            f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
-        )
+        success = self._family("counter", SUCCESS, "Requests that ended, by how.", (*_OF_ENGINE, "finished_reason"))
         for engine in self._pool.engines:
             for reason in FINISH_REASONS:
-                at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[reason]
-                success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
+                success.add_metric((*_labels(engine), reason), self._pages.of_engine(engine.index, reason))
         yield success
-        rejections = CounterMetricFamily(
-            f"{self._prefix}:{REJECTIONS}", OTHER_METRICS[REJECTIONS][1], labels=("model_name", "reason")
-        )
+        rejections = self._other_family(REJECTIONS, ("model_name", "reason"))
         counted: dict[str, float] = {}
         for engine in self._pool.engines:
-            name, at = _labels(engine)[0], _engine_offset(engine.index) + REQUEST_LAYOUT.at[REJECTIONS]
-            counted[name] = counted.get(name, 0.0) + self._pages.total(at, 1)[0]
+            name, _ = _labels(engine)
+            counted[name] = counted.get(name, 0.0) + self._pages.of_engine(engine.index, REJECTIONS)
         for name, count in counted.items():
             rejections.add_metric((name, _FULL), count)
         yield rejections
 
     def _with_exemplars(self, engine: Engine, name: str, buckets: list[tuple[str, float]]) -> list[Any]:
         """The buckets of a histogram, each with the last traced request in it that this process has answered."""
-        if not (found := self._pages.exemplars(engine.index)):
+        if not (found := self._pages.meter(engine.index).exemplars):
             return buckets
         from prometheus_client.samples import Exemplar
 
@@ -354,21 +335,20 @@ class Exposition:
         ]
 
     def _process_families(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
         for name, text in PROCESS_COUNTERS.items():
-            (value,) = self._pages.total(_PROCESS_LAYOUT.at[name], 1)
-            yield CounterMetricFamily(f"{self._prefix}:{name}", text, value=value)
+            family = self._family("counter", name, text, ())
+            family.add_metric((), self._pages.total(_PROCESS_LAYOUT.at[name], 1)[0])
+            yield family
         for name, (text, reasons) in ROUTER_COUNTERS.items():
-            counters = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("reason",))
+            family = self._family("counter", name, text, ("reason",))
             for reason in reasons:
-                counters.add_metric((reason,), self._pages.total(_PROCESS_LAYOUT.at[f"{name}/{reason}"], 1)[0])
-            yield counters
-        yield GaugeMetricFamily(
-            f"{self._prefix}:{_IN_FLIGHT}", OTHER_METRICS[_IN_FLIGHT][1], value=self._pages.total_in_flight()
-        )
+                family.add_metric((reason,), self._pages.total(_PROCESS_LAYOUT.at[f"{name}/{reason}"], 1)[0])
+            yield family
+        in_flight = self._other_family(_IN_FLIGHT, ())
+        in_flight.add_metric((), self._pages.total_in_flight())
+        yield in_flight
         for name, (bounds, text) in PROCESS_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=())
+            family = self._family("histogram", name, text, ())
             *counts, total = self._pages.total(_PROCESS_LAYOUT.at[name], len(bounds) + 2)
             family.add_metric((), cumulative(bounds, counts), sum_value=total)
             yield family
