@@ -42,7 +42,6 @@ from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, post
 from headrace.frontend.http.server.state import ServerState
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import prompt_of_type
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.request.vector_encodings import as_bits, as_bytes, as_int8, as_uint8
@@ -141,13 +140,14 @@ def prepare_embed(
         named = prompt_of_type(request.input_type, welcome)
     except InvalidRequestError as error:
         raise bad_field("input_type", str(error)) from error
-
-    def make() -> PoolingParams:
-        kept = None if request.truncate == "NONE" else -1 if request.max_tokens is None else request.max_tokens
-        dimensions = request.output_dimension
-        return PoolingParams(task="embed", dimensions=dimensions, truncate_prompt_tokens=kept, prompt_name=named)
-
-    params = checked_params(make, pooling, model)
+    params = checked_params(
+        pooling,
+        model,
+        task="embed",
+        dimensions=request.output_dimension,
+        truncate_prompt_tokens=None if request.truncate == "NONE" else request.max_tokens or -1,
+        prompt_name=named,
+    )
     types = request.embedding_types or ["float"]
     width = request.output_dimension or pooling.default_dimensions or pooling.width
     if width % 8 and {"binary", "ubinary"} & set(types):

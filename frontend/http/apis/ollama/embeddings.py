@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,14 +18,9 @@ from headrace.frontend.http.apis.pooling.pooled import (
     How,
     PooledAnswer,
     PoolingUsage,
-    Write,
-    check_count,
     checked_params,
-    items_of,
-    names_of,
     pooling_of,
-    prompts_of,
-    ready,
+    prepare_vectors,
 )
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
@@ -89,13 +84,14 @@ def prepare_embed(
         vectors, spent_s = [stream.parts[0].tolist() for stream in streams], time.monotonic() - began_s
         return OllamaEmbedResponse(request.model, vectors, round(1e9 * spent_s), 0, usage.prompt_tokens)
 
-    def make() -> PoolingParams:
-        kept = None if request.truncate is False else -1
-        return PoolingParams(
-            task="embed", use_activation=True, dimensions=request.dimensions, truncate_prompt_tokens=kept
-        )
-
-    return _prepared(request.input, "input", make, (engine, request.model), options, caller, write)
+    params = _params(
+        engine,
+        request.model,
+        use_activation=True,
+        dimensions=request.dimensions,
+        truncate_prompt_tokens=None if request.truncate is False else -1,
+    )
+    return prepare_vectors(request.input, params, engine, options, caller, PooledAnswer(write))
 
 
 def prepare_embeddings(
@@ -109,27 +105,12 @@ def prepare_embeddings(
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> OllamaEmbeddingsResponse:
         return OllamaEmbeddingsResponse(streams[0].parts[0].tolist())
 
-    def make() -> PoolingParams:
-        return PoolingParams(task="embed", truncate_prompt_tokens=-1)
-
-    return _prepared(request.prompt, "prompt", make, (engine, request.model), options, caller, write)
+    params = _params(engine, request.model, truncate_prompt_tokens=-1)
+    return prepare_vectors(request.prompt, params, engine, options, caller, PooledAnswer(write), How(param="prompt"))
 
 
-def _prepared(
-    given: str | list[str],
-    param: str,
-    make: Callable[[], PoolingParams],
-    of: tuple[Engine, str],
-    options: ServeOptions,
-    caller: Caller,
-    write: Write,
-) -> PreparedRequest:
-    """of: the engine, and the model's name in the request."""
-    engine, asked = of
+def _params(engine: Engine, asked: str, **fields: Any) -> PoolingParams:
+    """asked: the model's name in the request. Raises ApiError."""
     model = served_name(asked, engine.names)
     _, pooling = pooling_of(engine, model, "embeddings")
-    params = checked_params(make, pooling, model)
-    items = items_of(given, param)
-    check_count(param, items, options)
-    prompts = prompts_of(items, params, engine, How(param=param))
-    return ready(engine, prompts, names_of(param, len(prompts)), params, caller, PooledAnswer(write))
+    return checked_params(pooling, model, task="embed", **fields)

@@ -31,20 +31,15 @@ from headrace.frontend.http.apis.pooling.pooled import (
     Truncation,
     User,
     Write,
-    check_count,
     checked_params,
-    items_of,
-    names_of,
     pooling_of,
-    prompts_of,
-    ready,
+    prepare_vectors,
 )
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import bad_field
 from headrace.frontend.http.server.exchange import Headers
 from headrace.frontend.http.server.generation import PreparedRequest
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import PoolingOutput
 from headrace.frontend.request.pooling_prompts import prompt_of_type
 from headrace.frontend.request.vector_encodings import Endianness, NumberType, as_bytes
@@ -203,14 +198,8 @@ def prepare_embedding(
         ]
         return EmbeddingResponse(id, "list", int(time.time()), model, items, usage)
 
-    return _prepared(
-        request,
-        "embed",
-        engine,
-        options,
-        Caller(id, cache_salt(request, tenant), request.priority, asked),
-        write,
-    )
+    caller = Caller(id, cache_salt(request, tenant), request.priority, asked)
+    return _prepared(request, "embed", engine, options, caller, write)
 
 
 def prepare_pooling(
@@ -243,35 +232,33 @@ def _prepared(
 ) -> PreparedRequest:
     model = request.model or engine.names[0]
     welcome, pooling = pooling_of(engine, model, "embeddings")
-
     try:
         named = prompt_of_type(request.input_type, welcome) if request.prompt_name is None else request.prompt_name
     except InvalidRequestError as error:
         raise bad_field("input_type", str(error)) from error
 
-    def make() -> PoolingParams:
-        return PoolingParams(
-            task=task or pooling.kinds[0],
-            dimensions=request.dimensions,
-            use_activation=request.use_activation,
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-            step_tag_id=getattr(request, "step_tag_id", None),
-            returned_token_ids=getattr(request, "returned_token_ids", None),
-            prompt_name=named,
-        )
-
-    params = checked_params(make, pooling, model)
+    params = checked_params(
+        pooling,
+        model,
+        task=task or pooling.kinds[0],
+        dimensions=request.dimensions,
+        use_activation=request.use_activation,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        step_tag_id=getattr(request, "step_tag_id", None),
+        returned_token_ids=getattr(request, "returned_token_ids", None),
+        prompt_name=named,
+    )
     if request.encoding_format in ("bytes", "bytes_only") and "&" in (params.task or ""):
-        raise bad_field("encoding_format", "bytes are of one task; ask for float or base64 of several")
-    items = items_of(request.input)
-    request.input = ""  # frees it: it may be large, and is not read again
-    check_count("input", items, options)
-    how = How(request.truncation_side, special=request.add_special_tokens is not False)
-    prompts = prompts_of(items, params, engine, how)
+        raise bad_field(
+            "encoding_format",
+            "encoding_format: bytes are for a single task; use float or base64 for several",
+        )
     answer = PooledAnswer(write)
     if request.encoding_format in ("bytes", "bytes_only"):
         answer = BytesAnswer(request, caller.id, model, with_metadata=request.encoding_format == "bytes")
-    return ready(engine, prompts, names_of("input", len(prompts)), params, caller, answer)
+    how = How(request.truncation_side, special=request.add_special_tokens is not False)
+    given, request.input = request.input, ""  # frees it with the prompts: it may be large, and is not read again
+    return prepare_vectors(given, params, engine, options, caller, answer, how)
 
 
 def _told(part: PoolingOutput, request: EncodedRequest) -> Any:

@@ -77,6 +77,8 @@ class How(NamedTuple):
     """The field of the texts, for errors."""
 
 
+_OF_INPUT = How()
+
 Write = Callable[[Sequence[PoolingStream], PoolingUsage], msgspec.Struct | list[Any] | bytes]
 
 
@@ -105,10 +107,10 @@ def pooling_of(engine: Engine, model: str, what: str) -> tuple[Welcome, Pooling]
     return welcome, welcome.pooling
 
 
-def checked_params(params: Callable[[], PoolingParams], pooling: Pooling, model: str) -> PoolingParams:
-    """The parameters, which the model can carry out. Raises ApiError that names the field."""
+def checked_params(pooling: Pooling, model: str, **fields: Any) -> PoolingParams:
+    """PoolingParams of these fields, which the model can carry out. Raises ApiError that names the field."""
     try:
-        made = params()
+        made = PoolingParams(**fields)
         made.to_wire(pooling, model)
     except InvalidRequestError as error:
         named = next((name for name in _OF_PARAMS if name in str(error)), "model")
@@ -206,6 +208,23 @@ def most_encoded(params: PoolingParams, welcome: Welcome) -> int:
 def names_of(param: str, count: int) -> list[str]:
     """Of the inputs, for errors."""
     return [param] if count == 1 else [f"{param}[{index}]" for index in range(count)]
+
+
+def prepare_vectors(
+    given: Any,
+    params: PoolingParams,
+    engine: Engine,
+    options: ServeOptions,
+    caller: Caller,
+    answer: Answer,
+    how: How = _OF_INPUT,
+) -> PreparedRequest:
+    """A request for what the model makes of texts or of lists of token ids, of the field `how.param`. Raises
+    ApiError."""
+    items = items_of(given, how.param)
+    check_count(how.param, items, options)
+    prompts = prompts_of(items, params, engine, how)
+    return ready(engine, prompts, names_of(how.param, len(prompts)), params, caller, answer)
 
 
 def ready(

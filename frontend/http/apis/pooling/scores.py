@@ -32,10 +32,9 @@ from headrace.frontend.http.apis.pooling.pooled import (
     check_count,
     checked_params,
     enough_of,
-    items_of,
     most_encoded,
-    names_of,
     pooling_of,
+    prepare_vectors,
     prompts_of,
     ready,
 )
@@ -255,10 +254,7 @@ def prepare_classify(
     model, id = request.model or engine.names[0], f"classify-{name}"
     _, pooling = pooling_of(engine, model, "classes")
     params = _params(request, "classify", pooling, model)
-    items = items_of(request.input)
-    check_count("input", items, options)
-    how = How(request.truncation_side, special=request.add_special_tokens is not False)
-    prompts, labels = prompts_of(items, params, engine, how), pooling.labels
+    how, labels = How(request.truncation_side, special=request.add_special_tokens is not False), pooling.labels
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> ClassifyResponse:
         found = []
@@ -269,7 +265,7 @@ def prepare_classify(
         return ClassifyResponse(id, "list", int(time.time()), model, found, usage)
 
     caller = Caller(id, cache_salt(request, tenant), request.priority, request.model)
-    return ready(engine, prompts, names_of("input", len(prompts)), params, caller, PooledAnswer(write))
+    return prepare_vectors(request.input, params, engine, options, caller, PooledAnswer(write), how)
 
 
 def _prepared(
@@ -422,10 +418,8 @@ def _params(request: Scored | ClassifyRequest, task: str, pooling: Pooling, mode
             raise bad_field("raw_scores", "raw_scores is given beside use_activation, which says the opposite")
         activates = False if request.raw_scores else activates
 
-    def make() -> PoolingParams:
-        return PoolingParams(task=task, use_activation=activates, truncate_prompt_tokens=request.truncate_prompt_tokens)
-
-    return checked_params(make, pooling, model)
+    kept = request.truncate_prompt_tokens
+    return checked_params(pooling, model, task=task, use_activation=activates, truncate_prompt_tokens=kept)
 
 
 def _given(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,10 +26,10 @@ from headrace.frontend.http.apis.pooling.pooled import (
     Write,
     check_count,
     checked_params,
-    items_of,
     most_encoded,
     names_of,
     pooling_of,
+    prepare_vectors,
     prompts_of,
     ready,
 )
@@ -138,17 +138,8 @@ class TeiRank(msgspec.Struct, omit_defaults=True):
 
 
 def prepare_embed(request: TeiEmbedRequest, engine: Engine, options: ServeOptions, caller: Caller) -> PreparedRequest:
-    def make() -> PoolingParams:
-        activates, dimensions = request.normalize is not False, request.dimensions
-        return PoolingParams(
-            task="embed",
-            use_activation=activates,
-            dimensions=dimensions,
-            truncate_prompt_tokens=request.kept,
-            prompt_name=request.prompt_name,
-        )
-
-    return _prepared(request, make, engine, options, caller, _lists)
+    of_vectors = {"use_activation": request.normalize is not False, "dimensions": request.dimensions}
+    return _prepared(request, {"task": "embed", **of_vectors}, engine, options, caller, _lists)
 
 
 def prepare_embed_all(
@@ -157,26 +148,16 @@ def prepare_embed_all(
     _, pooling = pooling_of(engine, request.model or engine.names[0], "embeddings")
     activates = None if pooling.late_interaction is not None else False
 
-    def make() -> PoolingParams:
-        kept, named = request.kept, request.prompt_name
-        return PoolingParams(
-            task="token_embed", use_activation=activates, truncate_prompt_tokens=kept, prompt_name=named
-        )
-
-    return _prepared(request, make, engine, options, caller, _lists)
+    return _prepared(request, {"task": "token_embed", "use_activation": activates}, engine, options, caller, _lists)
 
 
 def prepare_embed_sparse(
     request: TeiEmbedSparseRequest, engine: Engine, options: ServeOptions, caller: Caller
 ) -> PreparedRequest:
-    def make() -> PoolingParams:
-        kept, named = request.kept, request.prompt_name
-        return PoolingParams(task="embed_sparse", truncate_prompt_tokens=kept, prompt_name=named)
-
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[list[SparseValue]]:
         return [pairs_of(stream.parts[0]) for stream in streams]
 
-    return _prepared(request, make, engine, options, caller, write)
+    return _prepared(request, {"task": "embed_sparse"}, engine, options, caller, write)
 
 
 def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
@@ -185,18 +166,19 @@ def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
 
 def _prepared(
     request: TeiInputs,
-    make: Callable[[], PoolingParams],
+    fields: Mapping[str, Any],
     engine: Engine,
     options: ServeOptions,
     caller: Caller,
     write: Write,
 ) -> PreparedRequest:
+    """fields: of PoolingParams, besides those that all these requests have."""
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "embeddings")
-    params, items = checked_params(make, pooling, model), items_of(request.inputs, "inputs")
-    check_count("inputs", items, options)
-    prompts = prompts_of(items, params, engine, How(request.side, param="inputs"))
-    return ready(engine, prompts, names_of("inputs", len(prompts)), params, caller, PooledAnswer(write))
+    kept, named = request.kept, request.prompt_name
+    params = checked_params(pooling, model, truncate_prompt_tokens=kept, prompt_name=named, **fields)
+    how = How(request.side, param="inputs")
+    return prepare_vectors(request.inputs, params, engine, options, caller, PooledAnswer(write), how)
 
 
 def prepare_predict(
@@ -273,10 +255,8 @@ def prepare_similarity(
         raise EmptyListError("inputs.sentences", "give at least one text")
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "embeddings")
-    kept = None if given.truncate is False else -1
-
-    def make() -> PoolingParams:
-        return PoolingParams(task="embed", truncate_prompt_tokens=kept, prompt_name=given.prompt_name)
+    kept, named = None if given.truncate is False else -1, given.prompt_name
+    params = checked_params(pooling, model, task="embed", truncate_prompt_tokens=kept, prompt_name=named)
 
     def write(scores: Sequence[float], usage: PoolingUsage) -> list[float]:
         return list(scores)
@@ -284,15 +264,11 @@ def prepare_similarity(
     side: Literal["left", "right"] = "left" if given.truncation_direction in ("Left", "left") else "right"
     pairs = [(request.inputs.source_sentence, text) for text in request.inputs.sentences]
     names = ("inputs.source_sentence", "inputs.sentences")
-    asked = Pairs(pairs, names, checked_params(make, pooling, model), side)
+    asked = Pairs(pairs, names, params, side)
     return prepare_pairs(asked, engine, options, caller, write)
 
 
 def _class_params(task: str, raw_scores: bool | None, kept: int | None, engine: Engine, model: str) -> PoolingParams:
     _, pooling = pooling_of(engine, model, "classes")
-
-    def make() -> PoolingParams:
-        activates = False if raw_scores else None
-        return PoolingParams(task=task, use_activation=activates, truncate_prompt_tokens=kept)
-
-    return checked_params(make, pooling, model)
+    activates = False if raw_scores else None
+    return checked_params(pooling, model, task=task, use_activation=activates, truncate_prompt_tokens=kept)
