@@ -18,7 +18,7 @@ from headrace import __version__
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import SHUT_DOWN, Failure
-from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling, Task
+from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
 from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.prefix_names import PrefixKey
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, checks_of, names_marked, out_of_range
@@ -80,15 +80,18 @@ class Admission:
         """Why the request can never run here, or None."""
         if (problem := out_of_range(message)) is not None:
             return self.refusal(problem)
-        if (refusal := self._check_task(message.task)) is not None:
-            return refusal
-        prompt = message.prompt_token_ids
+        task, prompt = message.task, message.prompt_token_ids
+        if isinstance(task, Pool):
+            if (refusal := self._check_pooling(task)) is not None:
+                return refusal
+        elif not self._generates:
+            return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
         if prompt.dtype != "int32" or len(prompt.shape) != 1:
             return self.refusal(f"prompt_token_ids must be a flat int32 tensor, not {prompt!r}")
         token_ids = prompt.numpy()
         if len(token_ids) <= message.num_resumed_tokens:
             return self.refusal("the prompt is empty; at least one token is needed")
-        if isinstance(message.task, Generate) and len(token_ids) == self._max_model_len:
+        if isinstance(task, Generate) and len(token_ids) == self._max_model_len:
             return self.refusal(
                 f"the prompt has {len(token_ids)} tokens; with max_model_len {self._max_model_len} at most "
                 f"{self._max_model_len - 1} leave room for an answer"
@@ -107,13 +110,12 @@ class Admission:
             return failure
         if message.adapters and self._plan.adapters is None:
             return self.refusal("adapters are given, and this engine takes none: start it with enable_lora")
-        if isinstance(message.task, Pool):
+        if isinstance(task, Pool):
             return (
                 self.refusal("a request that pools has no output to go on from") if message.num_resumed_tokens else None
             )
-        sampling = message.task.sampling
-        failure = self._check_sampling(sampling)
-        return failure or (self._check_resumed(message, sampling) if message.num_resumed_tokens else None)
+        failure = self._check_sampling(task.sampling)
+        return failure or (self._check_resumed(message, task.sampling) if message.num_resumed_tokens else None)
 
     def _check_inputs(self, message: AddRequest) -> Failure | None:
         num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
@@ -123,12 +125,8 @@ class Admission:
             return self.refusal(f"{FIELD}.prompt_logprobs is asked of a prompt whose inputs are not all tokens")
         return None
 
-    def _check_task(self, task: Task) -> Failure | None:
+    def _check_pooling(self, task: Pool) -> Failure | None:
         """Whether the model does what the task asks for."""
-        if isinstance(task, Generate):
-            if self._generates:
-                return None
-            return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
         asked = ", ".join(task.kinds)
         if self._pooling is None or not task.kinds or not set(task.kinds) <= set(self._pooling.kinds):
             known = ", ".join(
@@ -179,9 +177,6 @@ class Admission:
                 f"{FIELD}.extra_args has {', '.join(sampling.extra_args)}, and this engine has no logits processors to "
                 "read them: start it with logits_processors"
             )
-        return self._check_token_rules(sampling)
-
-    def _check_token_rules(self, sampling: Sampling) -> Failure | None:
         for name in self._token_fields:
             if not (value := getattr(sampling, name)):
                 continue
@@ -208,7 +203,11 @@ class Admission:
         task, seed = message.task, 0
         if isinstance(task, Generate):
             task = Generate(sampling=self._fitted(task.sampling, num_prompt_tokens))
-            seed = self._next_seed() if task.sampling.seed is None else task.sampling.seed
+            if task.sampling.seed is None:
+                self._seeds_drawn += 1
+                seed = nth_seed(self._seed, self._seeds_drawn)
+            else:
+                seed = task.sampling.seed
         elif task.of_tokens or (self._pooling is not None and self._pooling.reads_all):
             task = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
         request = Request(
@@ -225,10 +224,6 @@ class Admission:
         request.prefix_key = PrefixKey(message.cache_salt, self._version_of_weights, (), message.inputs)
         request.arrived_s = time.monotonic()
         return request
-
-    def _next_seed(self) -> int:
-        self._seeds_drawn += 1
-        return nth_seed(self._seed, self._seeds_drawn)
 
     def _fitted(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
         """Clamps values to the model's length and vocabulary, only where that does not change the answer."""

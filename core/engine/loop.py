@@ -51,12 +51,9 @@ from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
-from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from headrace.core.schedule.block_residency import BlockResidency
-from headrace.core.schedule.drafters import drafter_of
-from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.features.adapter_limit import AdapterLimit
-from headrace.core.schedule.features.drafts import Drafting
+from headrace.core.schedule.features.drafts import drafting_of
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
 from headrace.core.schedule.features.installed import installed_features
 from headrace.core.schedule.features.state_snapshots import KeepingStates, keeps_states
@@ -135,24 +132,6 @@ class StepExecutor(Capacity, Protocol):
     def drop_adapter(self, slot: int) -> None: ...
 
 
-def _drafting(plan: Plan) -> Drafting:
-    """The drafters that the options and the model ask for, which are asked in this order. Without any, only tokens that
-    a grammar forces become drafts."""
-    speculation, of_rank = plan.speculation, plan.model.num_rank_drafts
-    if of_rank and speculation is None:
-        most = min(GPU_STEP_TOKENS if plan.model.device_bytes else CPU_STEP_TOKENS, plan.max_logits)
-        return Drafting([RankDrafter()], most_step_tokens=most, most_drafts=of_rank, most_running=most - 1)
-    if speculation is None:
-        forced = min(CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS, plan.max_logits)
-        return Drafting(most_step_tokens=forced, most_drafts=forced)
-    return Drafting(
-        [drafter_of(speculation), *([RankDrafter()] if of_rank else [])],
-        most_step_tokens=speculation.most_step_tokens,
-        most_drafts=max(speculation.num_speculative_tokens, of_rank),
-        most_running=speculation.most_running,
-    )
-
-
 class Loop:
     """Owns the scheduler and the request table. Everything here runs on one thread."""
 
@@ -182,7 +161,7 @@ class Loop:
         if options.kv_cache_metrics:
             self.scheduler.pool.residency = BlockResidency(options.kv_cache_metrics_sample)
         self._work = WorkMeter(plan, facts) if options.enable_mfu_metrics else None
-        self._drafting = _drafting(plan)
+        self._drafting = drafting_of(plan)
         states = [KeepingStates()] if keeps_states(plan) else []
         limits = [] if plan.adapters is None else [AdapterLimit(plan.adapters.max_loras)]
         for feature in (self._drafting, *states, *limits, *installed_features()):

@@ -307,9 +307,11 @@ class Scheduler:
                 if len(postponed) == PASSED_OVER:
                     break
                 continue
-            if self._lacks_blocks(request, hit) and hit.num_blocks and not self.num_running:
+            lacks_blocks = self._lacks_blocks(request, hit)
+            if lacks_blocks and hit.num_blocks and not self.num_running:
                 hit = self.tables.find([])  # alone it fits, though not beside a state that it would start from
-            if self._lacks_blocks(request, hit):
+                lacks_blocks = self._lacks_blocks(request, hit)
+            if lacks_blocks:
                 self._refusal.remember(request, hit.num_blocks, self.num_running)
                 break
             num_cached = hit.num_blocks * block_size

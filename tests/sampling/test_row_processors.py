@@ -16,7 +16,7 @@ from test_sampler import Case, random_logits, run
 from headrace.executor.sampling import rows as rows_module
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.random_numbers import uniform
-from headrace.executor.sampling.row_processors import RowProcessor, mirostat
+from headrace.executor.sampling.row_processors import RowProcessor, kinds, mirostat, processors_of
 from headrace.executor.sampling.sampler import Sampled, sample
 from headrace.executor.step.batch import BatchState
 from headrace.ipc.messages import Generate, Sampling
@@ -281,3 +281,11 @@ def test_only_what_top_k_keeps_is_ranked_and_the_rest_is_cut_alike(top_k: int, t
     kept = values.isfinite()
     assert found.token_ids.tolist() == ranked[0][kept].tolist()
     assert found.logits.tolist() == values[kept].tolist()
+
+
+def test_a_request_has_the_processors_whose_fields_it_sets() -> None:
+    assert not processors_of(Sampling(max_tokens=1))
+    for kind in kinds():
+        value = 0.5 if kind.field == "typical_p" else 1
+        (only,) = processors_of(Sampling(max_tokens=1, **{kind.field: value}))
+        assert type(only) is type(kind.of(Sampling(max_tokens=1, **{kind.field: value})))

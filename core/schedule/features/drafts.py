@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from headrace.core.options.plan import Plan
+from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
+from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.drafters.drafter import Drafter
+from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.drafters.step_costs import StepCosts
 from headrace.core.schedule.features.feature import Context, StepFeature
 from headrace.core.schedule.plan_builder import PlanBuilder
@@ -76,8 +80,10 @@ class Drafting(StepFeature):
         table, tables, rows = self.context.rows, self.context.tables, builder.decodes
         self._proposed.clear()
         budget = min(builder.budget, self.most_step_tokens - builder.total_tokens)
+        if not len(rows) or budget <= 0:
+            return
         drafters = (*self._others, *self._asked())
-        if not drafters or not len(rows) or budget <= 0:
+        if not drafters:
             return
         is_known = table.num_known_tokens[rows] == table.num_tokens[rows]
         wanted = [is_known & each.wants(rows) for each in drafters]
@@ -176,3 +182,21 @@ class Drafting(StepFeature):
         self._author.pop(row, None)
         for drafter in self._own:
             drafter.leave(row)
+
+
+def drafting_of(plan: Plan) -> Drafting:
+    """The drafters that the options and the model ask for, which are asked in this order. Without any, only tokens that
+    a grammar forces become drafts."""
+    speculation, of_rank = plan.speculation, plan.model.num_rank_drafts
+    if of_rank and speculation is None:
+        most = min(GPU_STEP_TOKENS if plan.model.device_bytes else CPU_STEP_TOKENS, plan.max_logits)
+        return Drafting([RankDrafter()], most_step_tokens=most, most_drafts=of_rank, most_running=most - 1)
+    if speculation is None:
+        forced = min(CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS, plan.max_logits)
+        return Drafting(most_step_tokens=forced, most_drafts=forced)
+    return Drafting(
+        [drafter_of(speculation), *([RankDrafter()] if of_rank else [])],
+        most_step_tokens=speculation.most_step_tokens,
+        most_drafts=max(speculation.num_speculative_tokens, of_rank),
+        most_running=speculation.most_running,
+    )

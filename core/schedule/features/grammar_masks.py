@@ -67,15 +67,11 @@ class GrammarMasks(StepFeature):
         return draft[: _matcher(self.context.rows, row).num_valid(draft.tolist())]
 
     def seal(self, plan: StepPlan) -> StepPlan:
-        masks = self._masks(plan)
-        return plan if masks is None else msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
-
-    def _masks(self, plan: StepPlan) -> TokenMasks | None:
-        """The masks of a plan's sampled positions. None if no sampled row has a grammar."""
+        """Adds the masks of the plan's sampled positions, if a sampled row has a grammar."""
         table, sampled = self.context.rows, plan.rows[plan.sampled]
         masked = np.flatnonzero(table.has_matcher[sampled])
         if not masked.size:
-            return None
+            return plan
         num_positions = np.ones(len(sampled), np.int32)
         drafts = plan.get(Drafts)
         if drafts is not None:
@@ -91,7 +87,8 @@ class GrammarMasks(StepFeature):
             else:
                 work.append((matcher, at, by_row.get(row, [])))
             at = end
-        return _later_masks(self._backend, work, positions, bits)
+        masks = _later_masks(self._backend, work, positions, bits)
+        return msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
     def repeated(self, plan: StepPlan) -> Repeated | None:
         table, rows = self.context.rows, plan.rows

@@ -2,9 +2,9 @@
 
     penalties > change (dry, top_n_sigma) > temperature, min_p, top_k, top_p > keep (typical_p, xtc, mirostat) > draw
 
-A request without processors costs one check of each `PROCESSOR` when it enters, and nothing in a step. Imports no
-torch: a row of logits is a numpy array on the host, whatever device computed it. A processor that raises fails only its
-own request.
+A request without processors costs a look at one field for each `PROCESSOR` when it enters, and nothing in a step.
+Imports no torch: a row of logits is a numpy array on the host, whatever device computed it. A processor that raises
+fails only its own request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.ipc.messages import Sampling
@@ -74,8 +75,10 @@ class RowProcessor:
 class ProcessorKind:
     order: int
     """The order of processors within change and within keep, lowest first."""
+    field: str
+    """The field of Sampling by which a request asks for it: with the field's default it does not."""
     of: Callable[[Sampling], RowProcessor | None]
-    """Makes a request's processor; None if the request does not ask for it."""
+    """Makes the processor of a request with that field; None if its values change nothing."""
 
 
 @functools.cache
@@ -84,5 +87,9 @@ def kinds() -> tuple[ProcessorKind, ...]:
     return tuple(sorted((module.PROCESSOR for module in modules), key=lambda kind: kind.order))
 
 
+_DEFAULTS = {each.name: each.default for each in msgspec.structs.fields(Sampling)}
+
+
 def processors_of(sampling: Sampling) -> tuple[RowProcessor, ...]:
-    return tuple(each for kind in kinds() if (each := kind.of(sampling)) is not None)
+    asked = [kind for kind in kinds() if getattr(sampling, kind.field) != _DEFAULTS[kind.field]]
+    return tuple(each for kind in asked if (each := kind.of(sampling)) is not None) if asked else ()

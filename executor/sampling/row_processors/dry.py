@@ -54,7 +54,7 @@ class Dry(RowProcessor):
 
 
 def _of(sampling: Sampling) -> Dry | None:
-    return Dry(sampling) if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0 else None
+    return Dry(sampling) if sampling.dry_penalty_last_n != 0 else None
 
 
-PROCESSOR = ProcessorKind(order=10, of=_of)
+PROCESSOR = ProcessorKind(order=10, field="dry_multiplier", of=_of)

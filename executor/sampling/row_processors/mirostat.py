@@ -92,8 +92,8 @@ def _key(at: Position, tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(head + tokens.astype(np.int32).tobytes(), digest_size=16).digest()
 
 
-def _of(sampling: Sampling) -> Mirostat | None:
-    return Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta) if sampling.mirostat else None
+def _of(sampling: Sampling) -> Mirostat:
+    return Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta)
 
 
-PROCESSOR = ProcessorKind(order=50, of=_of)
+PROCESSOR = ProcessorKind(order=50, field="mirostat", of=_of)

@@ -25,4 +25,4 @@ def _of(sampling: Sampling) -> TopNSigma | None:
     return TopNSigma(sampling.top_n_sigma) if sampling.top_n_sigma > 0 else None
 
 
-PROCESSOR = ProcessorKind(order=20, of=_of)
+PROCESSOR = ProcessorKind(order=20, field="top_n_sigma", of=_of)

@@ -28,8 +28,8 @@ class TypicalP(RowProcessor):
         return mask
 
 
-def _of(sampling: Sampling) -> TypicalP | None:
-    return TypicalP(sampling.typical_p) if sampling.typical_p < 1 else None
+def _of(sampling: Sampling) -> TypicalP:
+    return TypicalP(sampling.typical_p)
 
 
-PROCESSOR = ProcessorKind(order=30, of=_of)
+PROCESSOR = ProcessorKind(order=30, field="typical_p", of=_of)

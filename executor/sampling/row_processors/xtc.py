@@ -28,9 +28,9 @@ class Xtc(RowProcessor):
 
 
 def _of(sampling: Sampling) -> Xtc | None:
-    if sampling.xtc_probability <= 0 or sampling.xtc_threshold > 0.5:  # two tokens cannot both have more than half
+    if sampling.xtc_threshold > 0.5:  # two tokens cannot both have more than half
         return None
     return Xtc(sampling.xtc_probability, sampling.xtc_threshold)
 
 
-PROCESSOR = ProcessorKind(order=40, of=_of)
+PROCESSOR = ProcessorKind(order=40, field="xtc_probability", of=_of)

@@ -497,7 +497,10 @@ class SamplingParams(
         verify_token_rules(self)
         if self.dry_sequence_breakers is not None:
             verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
-        self._verify_truncation()
+        if self.truncate_prompt_tokens == 0:
+            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
+        if self.truncation_side not in ("left", "right"):
+            raise bad("truncation_side", self.truncation_side, "must be left or right")
         if self.prompt_logprob_start and self.prompt_logprobs is None:
             raise bad("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
@@ -512,12 +515,6 @@ class SamplingParams(
             raise bad("min_tokens", self.min_tokens, f"must not exceed SamplingParams.max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise bad("n", self.n, "must be 1 with greedy sampling (temperature 0): all outputs would be the same")
-
-    def _verify_truncation(self) -> None:
-        if self.truncate_prompt_tokens == 0:
-            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
-        if self.truncation_side not in ("left", "right"):
-            raise bad("truncation_side", self.truncation_side, "must be left or right")
 
     def _verify_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple | None):
