@@ -51,7 +51,7 @@ from headrace.frontend.text.template_renderer import renderer, without_blocking
 from headrace.frontend.tracing.options import take_traces
 from headrace.frontend.tracing.tracer import CONTEXT_HEADERS, tracer_of, with_trace
 from headrace.frontend.vllm.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
-from headrace.frontend.vllm.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
+from headrace.frontend.vllm.helpers import EngineSignature, TokenizerToAwait, tokenizer_of_engine
 from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
 from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
@@ -195,7 +195,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         how = tokenization_of(tokenization_kwargs)
         if isinstance(prompt, AsyncGenerator):
             if data_parallel_rank is not None:
-                raise InvalidRequestError("data_parallel_rank is of whole prompts: leave it out for one in pieces")
+                raise InvalidRequestError("data_parallel_rank is not supported with streaming input: leave it out")
             pieces = self._generate_from_pieces(prompt, sampling_params, request_id, priority, how, lora_request)
             async with contextlib.aclosing(pieces):
                 async for output in pieces:
@@ -405,14 +405,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         own = _tokenizer_of(client)
         if hf:
             options = (await client.describe_engine()).options
-            return await asyncio.to_thread(
-                get_tokenizer,
-                options.get("tokenizer") or client.welcome.model,
-                tokenizer_mode=options.get("tokenizer_mode"),
-                revision=options.get("tokenizer_revision") or options.get("revision"),
-                download_dir=options.get("download_dir"),
-                trust_remote_code=options.get("trust_remote_code"),
-            )
+            return await asyncio.to_thread(tokenizer_of_engine, options, client.welcome.model)
         return own
 
     async def get_vllm_config(self) -> EngineConfig:

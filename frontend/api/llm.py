@@ -55,7 +55,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.frontend.tracing.options import take_traces
 from headrace.frontend.tracing.tracer import tracer_of
 from headrace.frontend.vllm.engine_config import ModelConfig, engine_config, tasks_of
-from headrace.frontend.vllm.helpers import EngineSignature, get_tokenizer
+from headrace.frontend.vllm.helpers import EngineSignature, tokenizer_of_engine
 from headrace.frontend.vllm.stat_loggers import StatLoggers
 from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -94,8 +94,8 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         With `in_process` the core is a thread of this process instead of a child: easier to debug, but torch is then
         loaded here, and a crash of the engine ends this process.
 
-        heartbeat_timeout: with several engines, how long one with requests may say nothing before they go on at
-        another: 2 s, as `headrace serve` has it, for None.
+        heartbeat_timeout: with several engines, how long one that runs requests may be silent before they continue on
+        another; None: 2 s, the default of `headrace serve`.
 
         The options otlp_traces_endpoint and collect_detailed_traces say where traces of requests go, and which spans
         of steps they have (docs/server.md, Traces); they need the extra otel.
@@ -421,16 +421,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         """
         if self._client.tokenizer is None:
             raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
-        if hf:
-            options = self.describe_engine().options
-            return get_tokenizer(
-                options.get("tokenizer") or self.engine.model,
-                tokenizer_mode=options.get("tokenizer_mode"),
-                revision=options.get("tokenizer_revision") or options.get("revision"),
-                download_dir=options.get("download_dir"),
-                trust_remote_code=options.get("trust_remote_code"),
-            )
-        return self._client.tokenizer
+        return tokenizer_of_engine(self.describe_engine().options, self.engine.model) if hf else self._client.tokenizer
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import resource
 import socket
 import typing
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, ModelError, OptionError
@@ -183,6 +183,17 @@ def get_tokenizer(
         return reader.from_pretrained(name, *args, **given)
     except (ImportError, OSError, ValueError) as error:
         raise InvalidRequestError(f"transformers has no tokenizer for {tokenizer_name}: {first_line(error)}") from error
+
+
+def tokenizer_of_engine(options: Mapping[str, Any], model: str) -> Any:
+    """`get_tokenizer` for an engine that was started with these options. Raises InvalidRequestError."""
+    return get_tokenizer(
+        options.get("tokenizer") or model,
+        tokenizer_mode=options.get("tokenizer_mode"),
+        revision=options.get("tokenizer_revision") or options.get("revision"),
+        download_dir=options.get("download_dir"),
+        trust_remote_code=options.get("trust_remote_code"),
+    )
 
 
 def _checked_mode(asked: str | None) -> str:
