@@ -98,7 +98,7 @@ def _described(parser: argparse.ArgumentParser) -> str:
 def _arguments(parser: argparse.ArgumentParser, left_out: set[str]) -> list[str]:
     rows = []
     for each in parser._actions:
-        flags = [flag for flag in each.option_strings if not flag.startswith("--no-")]
+        flags = [flag for flag in each.option_strings if not flag.startswith("--no-")] or each.option_strings
         if each.dest == "help" or (flags and left_out.intersection(flags)) or each.help == argparse.SUPPRESS:
             continue
         names = ", ".join(f"`{flag}`" for flag in flags) or f"`{each.metavar or each.dest}`"

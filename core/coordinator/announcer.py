@@ -258,7 +258,7 @@ class Announcer:
                     self._live_on(message)
                 elif isinstance(message, Denied) and message.why not in self._denied:
                     self._denied.add(message.why)
-                    logger.error("a coordinator does not take this engine's announcements: %s", message.why)
+                    logger.error("a coordinator refuses this engine's announcements: %s", message.why)
 
     def _live_on(self, ended: Ended) -> None:
         """Announces the engine anew: a coordinator takes it for gone, and it is here."""

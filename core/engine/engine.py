@@ -287,7 +287,7 @@ def load_executor(options: Options) -> Executor:
         _check_uni(options, world_size)
     if options.data_parallel_backend == "ray":
         raise OptionError(
-            "data_parallel_backend=ray is for what starts engines: LLM, AsyncLLM and serve, not one engine"
+            "data_parallel_backend=ray is for what starts engines, LLM, AsyncLLM and headrace serve, not for an engine"
         )
     path = EXECUTORS.get(backend, backend)
     if options.nnodes > 1:
@@ -315,9 +315,9 @@ def load_executor(options: Options) -> Executor:
 
 
 def check_node_rank(options: Options) -> None:
-    """Raises OptionError for a host among hosts that there are not."""
+    """Raises OptionError for a node_rank without nnodes."""
     if options.node_rank and options.nnodes == 1:
-        raise OptionError(f"node_rank={options.node_rank} is of a host among several: set nnodes, or leave it out")
+        raise OptionError(f"node_rank={options.node_rank} needs nnodes above 1: set nnodes, or leave node_rank out")
 
 
 def _check_nodes(options: Options, backend: str) -> None:

@@ -51,7 +51,7 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
         for name in _ONLY_WITH:
             value, usual = getattr(options, name), getattr(type(options)(), name)
             if value not in (usual, _OF_VLLM.get(name, usual)):
-                raise OptionError(f"{name}={value} is of adapters: ask for enable_lora, or leave it out")
+                raise OptionError(f"{name}={value} needs enable_lora: set it, or leave {name} out")
         return None
     max_loras = max_loras_of(options)
     if options.max_cpu_loras is not None and options.max_cpu_loras < max_loras:

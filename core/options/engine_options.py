@@ -490,7 +490,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(
             PROCESS,
             "How long engine and client may hear nothing from each other, for example while one is suspended or "
-            "swapped out, before the other takes it for dead",
+            "swapped out, before the other is considered dead",
             "seconds",
             minimum=1,
             maximum=86400,

@@ -533,6 +533,8 @@ def default_text(spec: OptionSpec) -> str:
         return "none"
     if isinstance(spec.default, bool):
         return "on" if spec.default else "off"
+    if isinstance(spec.default, tuple):
+        return " ".join(map(str, spec.default))
     return json.dumps(spec.default) if isinstance(spec.default, dict) else f"{spec.default}"
 
 

@@ -144,7 +144,7 @@ def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
 def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: bool) -> tuple[str, str]:
     if options.calculate_kv_scales and options.kv_cache_dtype not in FP8_CACHES:
         raise OptionError(
-            f"calculate_kv_scales=True is of an fp8 cache, and kv_cache_dtype is {options.kv_cache_dtype}; ask for "
+            f"calculate_kv_scales=True needs an fp8 cache, and kv_cache_dtype is {options.kv_cache_dtype}; set "
             "kv_cache_dtype=fp8, or leave it out"
         )
     if options.kv_cache_dtype != "auto":

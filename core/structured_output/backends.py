@@ -75,7 +75,7 @@ class Backends:
                     matcher = self._compile(name, wanted)
                 except InvalidRequestError:
                     continue  # report the first library's reason
-                logger.info("a grammar is followed by %s: %s", name, error)
+                logger.info("a grammar is compiled by %s, which the first backend refuses: %s", name, error)
                 return matcher
             raise
 
@@ -129,5 +129,5 @@ class Backends:
         with self._lock:
             if name not in self._made:
                 self._made[name] = make_backend(name, self._vocabulary)
-                logger.info("grammars are followed by %s", name)
+                logger.info("structured outputs use the backend %s", name)
             return self._made[name]

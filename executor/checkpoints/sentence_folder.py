@@ -365,7 +365,7 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
     mean = next(flag for flag, name in FLAGS.items() if name == "MEAN")
     if not pooling.get(mean, True):
         raise ModelError(f"{file} says no way to pool: {mean} is false, and no other is true of {', '.join(FLAGS)}")
-    logger.info("%s says no way to pool: vectors are the mean, which is sentence-transformers' default", file)
+    logger.info("%s names no pooling: mean pooling is used, which is sentence-transformers' default", file)
     return "MEAN"
 
 

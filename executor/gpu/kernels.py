@@ -105,7 +105,7 @@ def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
 def _quantised_experts(choose: ChooseKernel, rounding: Rounding, facts: dict[str, Any]) -> Callable[..., Any]:
     """The op `experts`, whose stacks are quantised first. Raises OptionError for fp8."""
     if rounding.kind == "fp8":
-        raise OptionError("quantization=fp8 cannot be had of a mixture of experts; int8 and int4 can")
+        raise OptionError("quantization=fp8 is not supported for a mixture of experts on a GPU; int8 and int4 are")
     if facts["hidden"] % rounding.group or facts["inner"] % rounding.group:
         logger.warning(
             "experts between %d and %d values are not quantised, as groups of %d do not divide them",
@@ -153,7 +153,7 @@ def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
 
     def chosen(op: str, **facts: Any) -> Callable[..., Any]:
         if op == "latent_attention":  # its reference chooses a form of the products by the length of a chunk
-            raise OptionError("batch_invariant cannot be had of latent attention on a GPU; on a CPU it can")
+            raise OptionError("batch_invariant is not supported with latent attention on a GPU; on a CPU it is")
         kernel = choose(op, **facts, batch_invariant=True)
         if op != "paged_attention":
             return kernel

@@ -444,7 +444,7 @@ class Hub:
             except OSError as error:  # a previous hub still listens, but is about to end
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
                     raise EngineStartError(
-                        f"the name {name!r} (data_parallel_meeting) cannot be had: {error}"
+                        f"the name {name!r} (data_parallel_meeting) cannot be used: {error}"
                     ) from error
             time.sleep(RETRY_S)
 

@@ -165,7 +165,7 @@ class MultiprocExecutor(Executor):
             os.ftruncate(self._memory.collectives, shared_bytes)
         except OSError as error:
             needed, count = steps.total_bytes + results.total_bytes + shared_bytes, len(self._ranks)
-            raise ModelError(f"the {needed:,} bytes that {count} workers share cannot be had: {error}") from error
+            raise ModelError(f"the {needed:,} bytes that {count} workers share cannot be allocated: {error}") from error
         order = LoadModel(
             plan=plan,
             steps=steps,

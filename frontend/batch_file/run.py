@@ -60,7 +60,7 @@ def engines_of(arguments: argparse.Namespace) -> EnginePool:
     if options.coordinator:
         needless = [written for name, written in given.items() if name not in ("coordinator", "peer_timeout")]
         if needless:
-            raise OptionError(f"--coordinator finds an engine that has its options; leave out {', '.join(needless)}")
+            raise OptionError(f"--coordinator finds engines, which have their options; leave out {', '.join(needless)}")
         return EnginePool([], discovery=Discovery(options.coordinator, options.peer_timeout))
     options = with_meeting(options)
     return EnginePool(owned_ranks(options, start_ranks(options)))

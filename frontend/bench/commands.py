@@ -19,40 +19,62 @@ PLOT_FORMATS = ("png", "svg", "html")
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="A", help="A result, or a folder of results of one thing")
-    parser.add_argument("new", metavar="B", help="What to compare with it")
-    parser.add_argument("--json", action="store_true", help="Print JSON")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Of the resampling")
+    parser.add_argument("base", metavar="A", help="Result file, or folder with results of one benchmark")
+    parser.add_argument("new", metavar="B", help="Result file or folder that is compared with A")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of text")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Random seed of the bootstrap (default: 0)")
 
 
 def _plot_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="Result files, or folders of them")
-    parser.add_argument("-o", "--output", default="benchmark", metavar="NAME", help="Files are NAME.png and so on")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="Result files, or folders with result files")
     parser.add_argument(
-        "--format", action="append", choices=PLOT_FORMATS, help="Only this kind of file; repeatable (default: all)"
+        "-o",
+        "--output",
+        default="benchmark",
+        metavar="NAME",
+        help="Name of the files without extension (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format", action="append", choices=PLOT_FORMATS, help="Write this format only; repeatable (default: all)"
     )
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--serve-cmd", metavar="COMMAND", help="What starts the server (default: one runs already)")
     parser.add_argument(
-        "--bench-cmd", metavar="COMMAND", default="headrace bench serve", help="The load (default: %(default)s)"
+        "--serve-cmd", metavar="COMMAND", help="Command that starts the server (default: it is running already)"
     )
-    parser.add_argument("--after-bench-cmd", metavar="COMMAND", help="To be run after each run, as to clear a cache")
-    parser.add_argument("--serve-params", metavar="FILE", help="Combinations of the server's options")
-    parser.add_argument("--bench-params", metavar="FILE", help="Combinations of the load's options")
-    parser.add_argument("-o", "--output-dir", default="results", metavar="DIR", help="(default: %(default)s)")
     parser.add_argument(
-        "-e", "--experiment-name", metavar="NAME", help="A folder in it (default: the time of the start)"
+        "--bench-cmd",
+        metavar="COMMAND",
+        default="headrace bench serve",
+        help="Command that runs the load (default: %(default)s)",
     )
-    parser.add_argument("--num-runs", type=int, default=3, metavar="N", help="Of each combination (default: 3)")
     parser.add_argument(
-        "--server-ready-timeout", type=float, default=300.0, metavar="SECONDS", help="For each start (default: 300)"
+        "--after-bench-cmd", metavar="COMMAND", help="Command to execute after each run, for example to clear a cache"
     )
-    parser.add_argument("--continue-on-error", action="store_true", help="Go on with the next server when a run fails")
-    parser.add_argument("--resume", action="store_true", help="Run only what has no result yet")
-    parser.add_argument("--dry-run", action="store_true", help="Print the commands alone")
-    parser.add_argument("--show-stdout", action="store_true", help="Let the commands print")
+    parser.add_argument("--serve-params", metavar="FILE", help="JSON file with combinations of server options")
+    parser.add_argument("--bench-params", metavar="FILE", help="JSON file with combinations of options of the load")
+    parser.add_argument(
+        "-o", "--output-dir", default="results", metavar="DIR", help="Folder for the results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-e",
+        "--experiment-name",
+        metavar="NAME",
+        help="Name of the folder below output-dir (default: the time of the start)",
+    )
+    parser.add_argument("--num-runs", type=int, default=3, metavar="N", help="Runs of each combination (default: 3)")
+    parser.add_argument(
+        "--server-ready-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="Time limit of starting a server (default: 300)",
+    )
+    parser.add_argument("--continue-on-error", action="store_true", help="Continue with the next server if a run fails")
+    parser.add_argument("--resume", action="store_true", help="Run only the combinations that have no result yet")
+    parser.add_argument("--dry-run", action="store_true", help="Print the commands without running them")
+    parser.add_argument("--show-stdout", action="store_true", help="Show the output of the commands")
 
 
 _WITHOUT_EFFECT = {
@@ -94,20 +116,20 @@ COMMANDS: Mapping[str, Command] = types.MappingProxyType(
     {
         "latency": Command(
             "offline",
-            "Time one batch of one shape, again and again, in our engine.",
+            "Measure the latency of a batch of requests, without an HTTP server.",
             (declared.LatencyOptions, declared.ResultOptions, Options),
         ),
         "throughput": Command(
             "offline",
-            "Give our engine all requests of a workload at once, and tell tokens per second.",
+            "Measure offline throughput: submit all requests of a workload at once, without an HTTP server.",
             (Options, declared.ThroughputOptions, declared.WorkloadOptions, declared.ResultOptions),
         ),
         "serve": Command(
             "serve",
-            """Put an open-loop load on any server of OpenAI's API.
+            """Measure a server with OpenAI's API under load: throughput, time to first token, inter-token latency.
 
-Requests are sent when they are due, whatever the server does; latencies count from then. Failures are counted by
-cause. The server may be ours, vLLM's, SGLang's or llama.cpp's.""",
+The load is open-loop: requests are sent when they are due, however slow the server is, and latencies count from then.
+Failures are counted by cause. The server may be Headrace, vLLM, SGLang or llama.cpp.""",
             (
                 declared.TargetOptions,
                 declared.WorkloadOptions,
@@ -119,34 +141,34 @@ cause. The server may be ours, vLLM's, SGLang's or llama.cpp's.""",
         ),
         "startup": Command(
             "startup",
-            """Time starts of our engine to the first token, cold and warm, by phase.
+            """Measure the time from an engine's start to its first token, cold and warm, by phase.
 
 A cold start finds nothing compiled; the model's file may still be in the machine's memory.""",
             (declared.StartupOptions, declared.ResultOptions, Options),
         ),
         "overhead": Command(
             "overhead",
-            "Measure what everything but the model costs, with an engine that computes nothing.",
+            "Measure the overhead of everything but the model, with an engine that computes nothing.",
             (declared.OverheadOptions, declared.ResultOptions),
         ),
         "sweep": Command(
             "sweep",
-            """Run a grid over options of a server and of the load on it, and plot throughput against latency.
+            """Run `bench serve` with each combination of server and load options, and plot throughput against latency.
 
-Parameter files hold a list of objects of options, or an object of such by name. Each run is a file of its own, so
---resume goes on with a sweep that was interrupted.""",
+A parameter file holds a JSON list of objects with options, or an object with such objects by name. Each run is stored
+in a file of its own, so that --resume can continue a sweep that was interrupted.""",
             arguments=_sweep_arguments,
         ),
         "compare": Command(
             "results.compare",
-            "Compare two results, or two folders of runs, and say which differences are more than chance.",
+            "Compare two results, or two folders with results, and show which differences are significant.",
             arguments=_compare_arguments,
         ),
         "plot": Command(
             "results.plot",
-            """Draw results: PNG, SVG, and a self-contained HTML page.
+            """Plot results as PNG, SVG and a self-contained HTML page.
 
-Several results of one benchmark are drawn over each other. A sweep's summary.json gives a Pareto plot.""",
+Several results of one benchmark share their plots. The summary.json of a sweep gives a Pareto plot.""",
             arguments=_plot_arguments,
         ),
     }

@@ -36,31 +36,36 @@ Backend = Literal[
 class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The requests to send. The same options and seed give the same requests."""
 
-    dataset_name: Annotated[DatasetName, Option(WORKLOAD, "Where requests come from")] = "random"
+    dataset_name: Annotated[DatasetName, Option(WORKLOAD, "Kind of requests")] = "random"
     dataset_path: Annotated[
-        str | None, Option(WORKLOAD, "The file of every dataset but the random ones and prefix_repetition")
+        str | None, Option(WORKLOAD, "File of the dataset; the random ones and prefix_repetition have none")
     ] = None
-    num_prompts: Annotated[int, Option(WORKLOAD, "How many requests", "requests", minimum=1)] = 1000
-    seed: Annotated[int, Option(WORKLOAD, "From which prompts, lengths and arrivals are drawn")] = 0
+    num_prompts: Annotated[int, Option(WORKLOAD, "Number of requests", "requests", minimum=1)] = 1000
+    seed: Annotated[int, Option(WORKLOAD, "Random seed of prompts, lengths and arrival times")] = 0
     input_len: Annotated[
         int | None, Option(WORKLOAD, "Replaces the dataset's own option for prompt length", "tokens", minimum=1)
     ] = None
     output_len: Annotated[
         int | None, Option(WORKLOAD, "Replaces the dataset's own option for output length", "tokens", minimum=1)
     ] = None
-    no_oversample: Annotated[bool, Option(WORKLOAD, "Do not repeat a file with fewer requests than asked for")] = False
-    disable_shuffle: Annotated[bool, Option(WORKLOAD, "Keep the file's order")] = False
+    no_oversample: Annotated[
+        bool, Option(WORKLOAD, "Do not repeat the requests of a dataset that has fewer than num_prompts")
+    ] = False
+    disable_shuffle: Annotated[bool, Option(WORKLOAD, "Do not shuffle the dataset's requests")] = False
 
     random_input_len: Annotated[int, Option(WORKLOAD, "random: prompt length", "tokens", minimum=1)] = 1024
     random_output_len: Annotated[int, Option(WORKLOAD, "random: output length", "tokens", minimum=1)] = 128
     random_prefix_len: Annotated[
-        int, Option(WORKLOAD, "random: tokens before each prompt that all of them share", "tokens", minimum=0)
+        int, Option(WORKLOAD, "random: length of a prefix that all prompts share", "tokens", minimum=0)
     ] = 0
     random_range_ratio: Annotated[
-        float, Option(WORKLOAD, "random: lengths spread evenly over this share to either side", minimum=0, maximum=0.99)
+        float,
+        Option(
+            WORKLOAD, "random: lengths vary uniformly by up to this share in both directions", minimum=0, maximum=0.99
+        ),
     ] = 0.0
     random_vocab_size: Annotated[
-        int, Option(WORKLOAD, "Token ids are drawn below this where no tokenizer says better", "tokens", minimum=8)
+        int, Option(WORKLOAD, "Number of token ids to draw from if no tokenizer is known", "tokens", minimum=8)
     ] = 10_000
 
     random_batch_size: Annotated[
@@ -75,8 +80,10 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 1
 
     prefix_repetition_prefix_len: Annotated[int, Option(WORKLOAD, "Length of each prefix", "tokens", minimum=1)] = 256
-    prefix_repetition_suffix_len: Annotated[int, Option(WORKLOAD, "Length of what follows", "tokens", minimum=1)] = 256
-    prefix_repetition_num_prefixes: Annotated[int, Option(WORKLOAD, "How many prefixes", "prefixes", minimum=1)] = 10
+    prefix_repetition_suffix_len: Annotated[
+        int, Option(WORKLOAD, "Length of what follows the prefix", "tokens", minimum=1)
+    ] = 256
+    prefix_repetition_num_prefixes: Annotated[int, Option(WORKLOAD, "Number of prefixes", "prefixes", minimum=1)] = 10
     prefix_repetition_output_len: Annotated[int, Option(WORKLOAD, "Output length", "tokens", minimum=1)] = 128
 
     sharegpt_output_len: Annotated[
@@ -100,12 +107,16 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     timed_trace_sec_multiplier: Annotated[
         float, Option(WORKLOAD, "timed_trace, burstgpt: turns a timestamp into seconds; 0.001 for milliseconds")
     ] = 1.0
-    timed_trace_label_timestamp: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "timestamp"
-    timed_trace_label_input_length: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "input_length"
-    timed_trace_label_output_length: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = (
+    timed_trace_label_timestamp: Annotated[str, Option(WORKLOAD, "timed_trace: field with the arrival time")] = (
+        "timestamp"
+    )
+    timed_trace_label_input_length: Annotated[str, Option(WORKLOAD, "timed_trace: field with the prompt length")] = (
+        "input_length"
+    )
+    timed_trace_label_output_length: Annotated[str, Option(WORKLOAD, "timed_trace: field with the output length")] = (
         "output_length"
     )
-    timed_trace_label_hash_ids: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "hash_ids"
+    timed_trace_label_hash_ids: Annotated[str, Option(WORKLOAD, "timed_trace: field with the hash ids")] = "hash_ids"
 
 
 class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,46 +132,52 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "openai"
     base_url: Annotated[
-        str | None, Option(TARGET, "Address, such as http://127.0.0.1:8000", default_text="from host and port")
+        str | None,
+        Option(TARGET, "URL of the server, such as http://127.0.0.1:8000", default_text="from host and port"),
     ] = None
-    host: Annotated[str, Option(TARGET, "Where it listens")] = "127.0.0.1"
-    port: Annotated[int, Option(TARGET, "Where it listens", minimum=1, maximum=65535)] = 8000
+    host: Annotated[str, Option(TARGET, "Host of the server")] = "127.0.0.1"
+    port: Annotated[int, Option(TARGET, "Port of the server", minimum=1, maximum=65535)] = 8000
     endpoint: Annotated[str | None, Option(TARGET, "Path of the API", default_text="the backend's")] = None
     header: Annotated[tuple[Secret, ...], Option(TARGET, "Headers to send, as KEY=VALUE")] = ()
     insecure: Annotated[bool, Option(TARGET, "Do not check the server's certificate")] = False
-    model: Annotated[str | None, Option(TARGET, "The model's name", default_text="the first that it serves")] = None
-    served_model_name: Annotated[str | None, Option(TARGET, "The name to ask for, where it differs from model")] = None
+    model: Annotated[str | None, Option(TARGET, "Name of the model", default_text="the server's first model")] = None
+    served_model_name: Annotated[
+        str | None, Option(TARGET, "Name of the model in requests, if it is another than model")
+    ] = None
     lora_modules: Annotated[
         tuple[str, ...],
-        Option(TARGET, "The server's LoRA adapters: each request names one as its model"),
+        Option(TARGET, "LoRA adapters of the server; each request uses one of them as its model"),
     ] = ()
     lora_assignment: Annotated[
-        Literal["random", "round-robin"], Option(TARGET, "How requests are spread over lora_modules")
+        Literal["random", "round-robin"], Option(TARGET, "How requests are distributed among lora_modules")
     ] = "random"
     tokenizer: Annotated[
         str | None,
         Option(
             TARGET,
-            "A folder with tokenizer.json, or that file: prompts are sent as text",
-            default_text="none: drawn prompts are sent as token ids, or for openai-chat as text that the server makes",
+            "A folder with tokenizer.json, or that file, if prompts are to be sent as text",
+            default_text="none: random prompts are sent as token ids, or for openai-chat as detokenized text",
         ),
     ] = None
     request_id_prefix: Annotated[
-        str | None, Option(TARGET, "Requests are sent with X-Request-Id: this and a number from 0 on")
+        str | None, Option(TARGET, "Send the header X-Request-Id with this prefix and a number, from 0 on")
     ] = None
     profile: Annotated[
-        bool, Option(TARGET, "The server records itself meanwhile, by its /start_profile and /stop_profile")
+        bool, Option(TARGET, "Profile the server during the run (POST /start_profile and /stop_profile)")
     ] = False
     ready_check_timeout_sec: Annotated[
-        float, Option(TARGET, "How long to wait for the server to come up", "seconds", minimum=0)
+        float, Option(TARGET, "How long to wait until the server is ready", "seconds", minimum=0)
     ] = 0.0
-    connect_timeout: Annotated[float, Option(TARGET, "For each connection", "seconds", minimum=0.01)] = 30.0
+    connect_timeout: Annotated[float, Option(TARGET, "Time limit of opening a connection", "seconds", minimum=0.01)] = (
+        30.0
+    )
     stall_timeout: Annotated[
-        float, Option(TARGET, "A request that hears nothing for so long is counted as stalled", "seconds", minimum=0.01)
+        float,
+        Option(
+            TARGET, "Time without data from the server after which a request fails as stalled", "seconds", minimum=0.01
+        ),
     ] = 600.0
-    request_timeout: Annotated[
-        float, Option(TARGET, "Longest time for one request, whatever it hears", "seconds", minimum=0.01)
-    ] = 21_600.0
+    request_timeout: Annotated[float, Option(TARGET, "Time limit of one request", "seconds", minimum=0.01)] = 21_600.0
 
 
 class TrafficOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,23 +186,31 @@ class TrafficOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     request_rate: Annotated[float, Option(TRAFFIC, "Requests per second; inf sends all at once")] = float("inf")
     burstiness: Annotated[
         float,
-        Option(TRAFFIC, "Shape of the gamma-distributed intervals: 1 is Poisson, below it bursts, inf is even"),
+        Option(
+            TRAFFIC,
+            "Shape of the gamma-distributed intervals: 1 is a Poisson process, less is burstier, inf is constant",
+        ),
     ] = 1.0
     max_concurrency: Annotated[
-        int | None, Option(TRAFFIC, "Most requests at once; others wait in the client", "requests", minimum=1)
+        int | None,
+        Option(TRAFFIC, "Maximum number of concurrent requests; others wait in the client", "requests", minimum=1),
     ] = None
     ramp_up_strategy: Annotated[
-        Literal["linear", "exponential"] | None, Option(TRAFFIC, "How the rate grows from start to end")
+        Literal["linear", "exponential"] | None,
+        Option(TRAFFIC, "How the request rate grows from ramp_up_start_rps to ramp_up_end_rps"),
     ] = None
     ramp_up_start_rps: Annotated[float | None, Option(TRAFFIC, "Requests per second at the start")] = None
     ramp_up_end_rps: Annotated[float | None, Option(TRAFFIC, "Requests per second at the end")] = None
     self_timed: Annotated[
-        bool | None, Option(TRAFFIC, "Send at the file's own times", default_text="on for timed_trace")
+        bool | None, Option(TRAFFIC, "Send requests at the dataset's own times", default_text="on for timed_trace")
     ] = None
-    num_warmups: Annotated[int, Option(TRAFFIC, "Requests sent before, and not counted", "requests", minimum=0)] = 0
+    num_warmups: Annotated[int, Option(TRAFFIC, "Warm-up requests, which are not measured", "requests", minimum=0)] = 0
     goodput: Annotated[
         tuple[str, ...],
-        Option(TRAFFIC, "Limits that make a request good, in ms: ttft:500 tpot:50 e2el:5000"),
+        Option(
+            TRAFFIC,
+            "Service level objectives in ms, within which a request counts as good, such as ttft:500 tpot:50 e2el:5000",
+        ),
     ] = ()
 
 
@@ -195,9 +220,11 @@ SHAPING = flag_fields(FIELDS, ("max_tokens", "min_tokens"))
 class BodyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of every request's body, besides the sampling fields in SHAPING."""
 
-    logprobs: Annotated[int | None, Option(SAMPLING, "Log-probabilities per token", minimum=0)] = None
+    logprobs: Annotated[int | None, Option(SAMPLING, "Number of log-probabilities per token to ask for", minimum=0)] = (
+        None
+    )
     ignore_eos: Annotated[bool, Option(SAMPLING, "Continue generating after an end-of-sequence token")] = False
-    extra_body: Annotated[dict[str, Any], Option(SAMPLING, "More fields of the request's body")] = {}
+    extra_body: Annotated[dict[str, Any], Option(SAMPLING, "Additional fields of the request body, as JSON")] = {}
 
 
 SamplingOptions = cast(
@@ -213,27 +240,29 @@ class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How the result is shown and saved."""
 
     output_json: Annotated[str | None, Option(RESULT, "Write the result to this file")] = None
-    save_result: Annotated[bool, Option(RESULT, "Write the result to a file named after what ran, and when")] = False
-    result_dir: Annotated[str | None, Option(RESULT, "Its folder", default_text="the current one")] = None
-    result_filename: Annotated[str | None, Option(RESULT, "Its name")] = None
+    save_result: Annotated[
+        bool, Option(RESULT, "Write the result to a file that is named after the benchmark and the time")
+    ] = False
+    result_dir: Annotated[str | None, Option(RESULT, "Folder for save_result", default_text="the current one")] = None
+    result_filename: Annotated[str | None, Option(RESULT, "File name for save_result")] = None
     report: Annotated[
         Literal["html"] | None,
         Option(RESULT, "Also write the result as one self-contained page with figures and plots, beside its file"),
     ] = None
-    label: Annotated[str | None, Option(RESULT, "A name of this run, kept in the result")] = None
-    metadata: Annotated[tuple[str, ...], Option(RESULT, "Kept in the result, as KEY=VALUE")] = ()
+    label: Annotated[str | None, Option(RESULT, "Name of the run, which is stored in the result")] = None
+    metadata: Annotated[tuple[str, ...], Option(RESULT, "KEY=VALUE pairs that are stored in the result")] = ()
     machine_probe: Annotated[
         bool, Option(RESULT, "Measure memory bandwidth and matrix rates for the result (3 s, before the run)")
     ] = True
-    disable_tqdm: Annotated[bool, Option(RESULT, "No progress bar")] = False
+    disable_tqdm: Annotated[bool, Option(RESULT, "Show no progress bar")] = False
 
 
 class ServingResultOptions(ResultOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """ResultOptions, with those for a benchmark of a server."""
 
-    save_detailed: Annotated[bool, Option(RESULT, "Keep the generated texts too")] = False
+    save_detailed: Annotated[bool, Option(RESULT, "Store the generated texts in the result, too")] = False
     percentile_metrics: Annotated[
-        str, Option(RESULT, "Times that get percentiles in the result, of ttft,tpot,itl,e2el")
+        str, Option(RESULT, "Metrics with percentiles in the result, of ttft,tpot,itl,e2el")
     ] = "ttft,tpot,itl,e2el"
     metric_percentiles: Annotated[str, Option(RESULT, "Which percentiles, such as 50,90,99")] = "50,90,99"
 
@@ -243,11 +272,11 @@ class LatencyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     input_len: Annotated[int, Option(RUN, "Prompt length", "tokens", minimum=1)] = 32
     output_len: Annotated[int, Option(RUN, "Output length", "tokens", minimum=1)] = 128
-    batch_size: Annotated[int, Option(RUN, "Requests at once", "requests", minimum=1)] = 8
+    batch_size: Annotated[int, Option(RUN, "Requests in the batch", "requests", minimum=1)] = 8
     n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
-    num_iters_warmup: Annotated[int, Option(RUN, "Runs before, not counted", "runs", minimum=0)] = 10
-    num_iters: Annotated[int, Option(RUN, "Runs that count", "runs", minimum=1)] = 30
-    disable_detokenize: Annotated[bool, Option(RUN, "Token ids alone; no text")] = False
+    num_iters_warmup: Annotated[int, Option(RUN, "Warm-up runs, which are not measured", "runs", minimum=0)] = 10
+    num_iters: Annotated[int, Option(RUN, "Measured runs", "runs", minimum=1)] = 30
+    disable_detokenize: Annotated[bool, Option(RUN, "Do not detokenize the outputs")] = False
 
 
 class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -257,29 +286,30 @@ class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         str | None,
         Option(
             RUN,
-            "A LoRA adapter for all requests, under max_loras names between which they are spread. Needs enable_lora",
+            "LoRA adapter of all requests; it is loaded under max_loras names, among which they are distributed. Needs "
+            "enable_lora",
         ),
     ] = None
     n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
-    num_warmups: Annotated[int, Option(RUN, "Requests before, not counted", "requests", minimum=0)] = 0
-    disable_detokenize: Annotated[bool, Option(RUN, "Token ids alone; no text")] = False
+    num_warmups: Annotated[int, Option(RUN, "Warm-up requests, which are not measured", "requests", minimum=0)] = 0
+    disable_detokenize: Annotated[bool, Option(RUN, "Do not detokenize the outputs")] = False
 
 
 class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many cold and warm starts are timed."""
 
-    num_iters_cold: Annotated[int, Option(RUN, "Starts with nothing compiled", "starts", minimum=0)] = 3
-    num_iters_warmup: Annotated[int, Option(RUN, "Warm starts before, not counted", "starts", minimum=0)] = 1
-    num_iters_warm: Annotated[int, Option(RUN, "Starts with what others left compiled", "starts", minimum=0)] = 3
+    num_iters_cold: Annotated[int, Option(RUN, "Cold starts: no compiled kernels are cached", "starts", minimum=0)] = 3
+    num_iters_warmup: Annotated[int, Option(RUN, "Warm-up starts, which are not measured", "starts", minimum=0)] = 1
+    num_iters_warm: Annotated[int, Option(RUN, "Warm starts: compiled kernels are cached", "starts", minimum=0)] = 3
 
 
 class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of the measurements without a model."""
 
-    running: Annotated[tuple[str, ...], Option(RUN, "Numbers of running requests to measure the core at")] = (
+    running: Annotated[tuple[str, ...], Option(RUN, "Numbers of running requests at which the core is measured")] = (
         "1",
         "32",
         "256",
     )
-    num_steps: Annotated[int, Option(RUN, "Steps of the core at each", "steps", minimum=10)] = 1000
-    num_idle_streams: Annotated[int, Option(RUN, "Open streams to take memory's share of", "streams", minimum=10)] = 500
+    num_steps: Annotated[int, Option(RUN, "Steps of the core for each of them", "steps", minimum=10)] = 1000
+    num_idle_streams: Annotated[int, Option(RUN, "Open streams whose memory is measured", "streams", minimum=10)] = 500

@@ -33,13 +33,16 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
         Option(SAMPLING, "Maximum number of tokens to generate", "tokens", default_text="as many as fit max_model_len"),
     ] = None
     min_tokens: Annotated[
-        int | None, Option(SAMPLING, "Tokens to generate before it may end", "tokens", default_text="0")
+        int | None, Option(SAMPLING, "Minimum number of tokens to generate", "tokens", default_text="0")
     ] = None
     sampling_seed: Annotated[
-        int | None, Option(SAMPLING, "Makes this output reproducible", default_text="drawn from the engine's seed")
+        int | None,
+        Option(
+            SAMPLING, "Random seed, which makes the output reproducible", default_text="drawn from the engine's seed"
+        ),
     ] = None
     stop: Annotated[
-        tuple[str, ...], Option(SAMPLING, "A text that ends the output; may be given several times", repeated=True)
+        tuple[str, ...], Option(SAMPLING, "String that stops the generation; repeatable", repeated=True)
     ] = ()
     ignore_eos: Annotated[bool, Option(SAMPLING, "Continue generating after an end-of-sequence token")] = False
 
@@ -67,9 +70,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--url` and `--api-key`, for commands that call `open_engine_or_server`."""
     parser.add_argument(
-        "--url", metavar="URL", help="Attach to the server there instead, such as http://127.0.0.1:8000"
+        "--url",
+        metavar="URL",
+        help="Use the server at this URL instead of starting an engine, such as http://127.0.0.1:8000",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="For --url (default: the environment's HEADRACE_API_KEY)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key for --url (default: the environment's HEADRACE_API_KEY)"
+    )
 
 
 def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:

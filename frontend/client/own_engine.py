@@ -25,7 +25,7 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> EngineThread:
 
     parsed = parse_own(model, options)
     if parsed.data_parallel_size > 1:
-        raise OptionError(f"data_parallel_size={parsed.data_parallel_size} is of processes: leave in_process out")
+        raise OptionError(f"data_parallel_size={parsed.data_parallel_size} needs processes: leave in_process out")
     return EngineThread(parsed)
 
 
@@ -46,4 +46,4 @@ def check_finds(model: str | None, options: dict[str, Any]) -> None:
     """Raises OptionError for options that an engine found by a coordinator already has."""
     given = ["model"] * (model is not None) + [name for name in options if name not in ("coordinator", "peer_timeout")]
     if given:
-        raise OptionError(f"coordinator finds an engine that has its options: leave out {', '.join(given)}")
+        raise OptionError(f"coordinator finds engines, which have their options: leave out {', '.join(given)}")

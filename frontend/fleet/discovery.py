@@ -158,7 +158,7 @@ class Discovery:
     def _say_missing(self, address: str, why: str) -> None:
         if address not in self._missed:
             self._missed.add(address)
-            logger.warning("%s; engines that are known go on", why)
+            logger.warning("%s; the engines that are known stay in use", why)
 
 
 def _said(change: Found | Left) -> str:

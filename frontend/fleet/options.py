@@ -16,9 +16,9 @@ HeartbeatTimeout = Annotated[
     float,
     Option(
         ENGINES,
-        "How long an engine with requests may say nothing, which otherwise reports each second, before its "
-        "requests go on at another engine. One of this host whose process is at work gets 30 times as long, and a "
-        "request that has moved for this reason and brought no token moves again after 4 times as long",
+        "How long an engine that runs requests may be silent (it normally reports every second) before its requests "
+        "continue on another engine; 30 times as long if it runs on this host and its process is working. A request "
+        "that has moved for this reason and got no token since moves again after 4 times as long",
         "seconds",
         minimum=0.1,
         maximum=3600,

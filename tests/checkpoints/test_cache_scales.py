@@ -193,5 +193,5 @@ def test_a_scale_that_is_no_number_above_0_is_named(scale: float, tmp_path: Path
 
 
 def test_calculated_scales_of_another_cache_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="calculate_kv_scales=True is of an fp8 cache, and kv_cache_dtype is auto"):
+    with pytest.raises(OptionError, match="calculate_kv_scales=True needs an fp8 cache, and kv_cache_dtype is auto"):
         started(checkpoint_with(tmp_path, named()), calculate_kv_scales=True)

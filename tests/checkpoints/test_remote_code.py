@@ -125,7 +125,7 @@ def test_what_has_no_such_code_is_refused(hub: Path) -> None:
     assert re.search("the code of mills/own in mills/own: .*no branch, tag or commit nowhere", missing)
     assert "there is no mills/own, or it is private" in private
     assert "hf_WrongOne" not in private
-    assert re.search("code_revision=main is of a model on the hub; .* has its code with it", folder)
+    assert re.search("code_revision=main is for models on the hub only; .* has its own code", folder)
 
 
 @pytest.mark.system

@@ -835,8 +835,8 @@ def test_options_of_adapters_are_checked_together() -> None:
     none, _ = make_plan(max_loras=1, max_lora_rank=16, max_cpu_loras=None)  # lm-eval passes vLLM's defaults on
     assert none.adapters is None
     for options, words in (
-        ({"max_lora_rank": 32}, "max_lora_rank=32 is of adapters: ask for enable_lora"),
-        ({"max_loras": 4}, "max_loras=4 is of adapters: ask for enable_lora"),
+        ({"max_lora_rank": 32}, "max_lora_rank=32 needs enable_lora"),
+        ({"max_loras": 4}, "max_loras=4 needs enable_lora"),
         (
             {"enable_lora": True, "max_cpu_loras": 2, "max_loras": 8},
             "max_cpu_loras=2 adapters in memory are fewer than the max_loras=8",

@@ -357,7 +357,7 @@ for _ in range(2):
                 "tools": [WEATHER],
                 "tool_choice": {"type": "any"},
             },
-            "cannot be had beside a tool_choice that forces a call",
+            "is not supported with a tool_choice that forces a call",
         ),
         ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}}], "tool_choice": {"type": "any"}}, "nothing"),
         ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}, "strict": True}]}, "nothing"),

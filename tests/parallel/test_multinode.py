@@ -238,7 +238,7 @@ def test_a_node_of_no_cluster_is_told_so_at_once() -> None:
     node = start_node(1, *null_flags(options()), "--nnodes=1", "--node-rank=5")
     _, log = node.communicate(timeout=20)
     assert node.returncode == 1
-    assert "node_rank=5 is of a host among several: set nnodes" in log
+    assert "node_rank=5 needs nnodes above 1: set nnodes" in log
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_node_of_no_cluster_is_told_so_at_once() -> None:
     [
         ({"tensor_parallel_size": 3, "nnodes": 2}, "makes 3 ranks, which 2 nodes"),
         ({"nnodes": 2, "node_rank": 1}, "start it with engine-core"),
-        ({"node_rank": 5}, "node_rank=5 is of a host among several: set nnodes"),
+        ({"node_rank": 5}, "node_rank=5 needs nnodes above 1: set nnodes"),
         (
             {"nnodes": 2, "distributed_executor_backend": "uni", "tensor_parallel_size": 1, "worker_cls": "auto"},
             "needs distributed_executor",

@@ -447,7 +447,7 @@ def test_what_xgrammar_refuses_llguidance_follows_where_it_may(folder: str, capl
         answers = ask(both, [form(json=schema), form(regex="[ab]")])
         assert ipaddress.IPv4Address(json.loads(answers[0]))
         assert answers[1] in "ab"
-    assert re.search(r"a grammar is followed by llguidance: .* it does not follow format", caplog.text)
+    assert re.search(r"a grammar is compiled by llguidance, .* it does not follow format", caplog.text)
 
 
 def test_a_library_that_is_not_installed_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

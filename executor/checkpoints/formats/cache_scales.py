@@ -40,7 +40,7 @@ def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str
     inner = quantization.get("quantization")
     given = [each.get("kv_cache_quant_algo") for each in (quantization, inner) if isinstance(each, Mapping)]
     if others := [each for each in given if each not in (None, "FP8")]:
-        logger.warning("the checkpoint's scales of a %s cache have no effect: fp8 caches have others", others[0])
+        logger.warning("the checkpoint's scales of a %s cache have no effect: only an fp8 cache has some", others[0])
         return ()
     prefix = spec.names.prefix_in(source.names())
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]

@@ -52,7 +52,7 @@ def with_code(folder: Path, options: Options) -> Path:
     if options.code_revision is not None and "" in sources:
         if own is None:
             raise OptionError(
-                f"code_revision={options.code_revision} is of a model on the hub; {folder} has its code with it"
+                f"code_revision={options.code_revision} is for models on the hub only; {folder} has its own code"
             )
         sources = sources - {""} | {own}
     if sources == {""}:

@@ -222,7 +222,7 @@ def pinned(device: Device, size: int, what: str) -> Tensor:
         return device.host_buffer(-(-size // 4)).view(torch.int8)[:size]
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        raise HeadraceError(f"{what} needs pinned memory of the host, which cannot be had: {why}") from error
+        raise HeadraceError(f"{what} needs pinned memory of the host, which cannot be allocated: {why}") from error
 
 
 def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:

@@ -182,7 +182,7 @@ class ExpertBalancer:
                 same = bool((layouts == layouts[0]).all())
             if not same and self._place.tp_rank == 0:
                 logger.warning(
-                    "the experts of the stage's mixture number %d stay where they are: ranks keep them in unlike forms",
+                    "EPLB does not move the experts of mixture %d of this stage: ranks store them in different forms",
                     number,
                 )
             found.append(same)

@@ -31,7 +31,7 @@ Words = Mapping[tuple[str, ...], list[Word]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="Shell that the script is for")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,9 +13,15 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("engine", metavar="ENGINE", help="Its address, as `headrace ps` and `headrace top` show it")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="How long it may finish requests; default: 120"
+        "engine", metavar="ENGINE", help="Address of the engine, as `headrace ps` and `headrace top` show it"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="How long running requests may take to finish (default: 120)",
     )
     parser.add_argument(
         "--keys", metavar="FILE", help="Key file (`headrace keys FILE`) for tcp://; default: HEADRACE_KEYS"

@@ -16,8 +16,10 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE", help="The deployment's key file; only its owner may read it")
-    parser.add_argument("--client", metavar="NAME", help="Make the keys of a client of this name, and add it to FILE")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="With --client: where that client's key file goes")
+    parser.add_argument(
+        "--client", metavar="NAME", help="Create the keys of a client with this name, and add it to FILE"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="With --client: path of the client's key file")
 
 
 def run(arguments: argparse.Namespace) -> int:

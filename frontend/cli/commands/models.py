@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fetch = actions.add_parser("fetch", help="Download a model, so that a later start needs no network")
     fetch.add_argument("model", help="OWNER/NAME on the hub, OWNER/NAME:FILE.gguf, or the demo model's name")
     fetch.add_argument("--revision", help="Branch, tag or commit")
-    fetch.add_argument("--download-dir", help="Where hub models are kept")
-    remove = actions.add_parser("remove", help="Free the space of models")
-    remove.add_argument("models", nargs="+", metavar="model", help="Names, as the list shows them")
-    remove.add_argument("-y", "--yes", action="store_true", help="Do not ask")
+    fetch.add_argument("--download-dir", help="Folder for downloaded hub models")
+    remove = actions.add_parser("remove", help="Delete downloaded models")
+    remove.add_argument("models", nargs="+", metavar="model", help="Names of models, as `headrace models` lists them")
+    remove.add_argument("-y", "--yes", action="store_true", help="Do not ask for confirmation")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,23 +15,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.core.options.parsing import add_options
     from headrace.frontend.http.process.options import ADAPTERS, CHAT, ServeOptions
 
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object a line")
-    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Where the results go")
     parser.add_argument(
-        "--resume", action="store_true", help="Go on with an output file: what has a result in it is not run again"
+        "-i", "--input-file", required=True, metavar="FILE", help="File of requests, one JSON object per line"
     )
-    parser.add_argument("--overwrite", action="store_true", help="Begin the output file anew where there is one")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="File for the results")
     parser.add_argument(
-        "--as-completed", action="store_true", help="Write each result as it comes, and not in the input's order"
+        "--resume",
+        action="store_true",
+        help="Continue an output file: requests that have a result in it are not run again",
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace the output file if it exists")
     parser.add_argument(
-        "--fail-on-error", action="store_true", help="Exit with status 1 where a line's result is an error"
+        "--as-completed",
+        action="store_true",
+        help="Write results in the order of completion instead of the input's order",
     )
+    parser.add_argument("--fail-on-error", action="store_true", help="Exit with status 1 if a result is an error")
     parser.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Most requests at once (default: twice what the engine runs at once, so that it never waits)",
+        help="Maximum number of concurrent requests (default: twice the engine's max_num_seqs, so that it never waits)",
     )
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"

@@ -18,12 +18,19 @@ TIMEOUT_S = 24 * 3600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="A folder of safetensors or PyTorch files, or the name of a model on the hub")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="Where to write; made when missing")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="Folder to write to; it is created if it does not exist"
+    )
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="RANKS")
     parser.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="STAGES")
-    parser.add_argument("--pipeline-layer-partition", default=(), metavar="LAYERS", help="As in 14,16")
+    parser.add_argument(
+        "--pipeline-layer-partition",
+        default=(),
+        metavar="LAYERS",
+        help="Number of layers in each pipeline stage, such as 14,16",
+    )
     parser.add_argument("--revision", help="Branch, tag or commit of a hub model")
-    parser.add_argument("--download-dir", help="Where hub models are kept")
+    parser.add_argument("--download-dir", help="Folder for downloaded hub models")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,9 @@ import os
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("size", type=int, metavar="N", help="Number of data parallel engines to scale to")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server; default: http://127.0.0.1:8000")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: http://127.0.0.1:8000)"
+    )
     parser.add_argument(
         "--api-key",
         help="An admin key of the server (--admin-api-key), if it has keys; default: the environment's "
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="How long engines that leave may finish requests; default: 120",
+        help="How long engines that are removed may finish their requests (default: 120)",
     )
 
 

@@ -59,8 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys", metavar="FILE", help="Key file (`headrace keys FILE`) for tcp://; default: HEADRACE_KEYS"
     )
     parser.add_argument("--insecure", action="store_true", help="Watch engines of other hosts without keys")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="Time between two looks")
-    parser.add_argument("--once", action="store_true", help="Print one table, with the rates of one interval, and end")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="Time between two updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="Print one table, with the rates of one interval, and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:

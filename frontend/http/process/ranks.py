@@ -86,10 +86,10 @@ def ranks_of(engine: Options, server: ServeOptions) -> Ranks:
     if engine.nnodes > 1 or engine.node_rank:
         raise OptionError("an engine of several hosts (nnodes) is started by engine-core, on each with its --node-rank")
     if is_external and (is_hybrid or server.headless):
-        raise OptionError("data_parallel_rank is of external balancing, which is neither hybrid nor headless")
+        raise OptionError("data_parallel_rank selects external load balancing, which excludes hybrid and headless")
     if is_external:
         if engine.data_parallel_size_local not in (None, 1):
-            raise OptionError("data_parallel_rank is of one engine: leave data_parallel_size_local out")
+            raise OptionError("data_parallel_rank starts a single engine: leave data_parallel_size_local out")
         start, here = start or engine.data_parallel_rank, 1
     if is_hybrid and server.headless:
         raise OptionError("data_parallel_hybrid_lb serves HTTP on each host, and headless on none: choose one")

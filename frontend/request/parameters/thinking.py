@@ -27,7 +27,7 @@ def thinking_of(
     budget = params.thinking_token_budget
     waits = params.structured_outputs is not None and not prompt.reasoning_has_form
     if budget is not None and prompt.reasoning_has_form:
-        raise bad("thinking_token_budget", budget, "cannot be had beside a tool_choice that forces a call")
+        raise bad("thinking_token_budget", budget, "is not supported with a tool_choice that forces a call")
     if waits and welcome.grammars_hold_in_reasoning:
         if budget is None:
             return None

@@ -284,7 +284,7 @@ def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     given = {key.removeprefix(start): value for key, value in header.metadata.items() if key.startswith(start)}
     of_effect = {key for key, value in given.items() if isinstance(value, np.ndarray) or value not in (0, -1, "")}
     if others := sorted(of_effect - SAMPLING_KEYS.keys()):
-        logger.warning("%s: defaults of sampling that are not used: %s", header.path, printable(", ".join(others)))
+        logger.warning("%s: sampling defaults without effect: %s", header.path, printable(", ".join(others)))
     for key in given.keys() & SAMPLING_KEYS.keys():
         if isinstance(given[key], bool) or not isinstance(given[key], int | float):
             said = f"the metadata key {start}{key} is {given[key]!r:.80}; a number is expected"

@@ -246,7 +246,7 @@ class FileStore:
             running = "select count(*) from batches where tenant = ? and runs > 0"
             (num_running,) = self._database.execute(running, (tenant,)).fetchone()
             if num_running >= most:
-                raise FullError(f"{num_running} batches are running, and more are not taken")
+                raise FullError(f"{num_running} batches are running, the maximum; try again once one has ended")
             values = (tenant, batch.id, time.time(), heartbeat_s(), FIRST_RUN, msgspec.json.encode(batch))
             self._database.execute("insert into batches values (?,?,?,?,?,?)", values)
             self._database.execute(

@@ -145,7 +145,7 @@ class RequestDecoder:
         name = shortened(name, _LONGEST_NAME)
         if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
             self._ignored.add(name)
-            logger.warning("a field %r of requests is not known and does nothing; see --strict-requests", name)
+            logger.warning("the unknown request field %r is ignored; --strict-requests refuses such fields", name)
 
 
 def _fields(body: bytes) -> dict[str, Any]:
