@@ -131,10 +131,7 @@ def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) 
     slots = [request.slot for request, tokens in zip(requests, unsent, strict=True) for _ in tokens]
     token_ids = [int(token) for tokens in unsent for token in tokens]
     return StepOutputs(
-        step=step,
-        slots=Tensor.of("int32", slots),
-        token_ids=Tensor.of("int32", token_ids),
-        finished=tuple(finished),
+        step=step, slots=Tensor.of("int32", slots), token_ids=Tensor.of("int32", token_ids), finished=tuple(finished)
     )
 
 

@@ -10,12 +10,7 @@ from headrace.core.options.adapters import AdapterLimits
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.reasoning import Reasoning
-from headrace.core.options.speculation import (
-    CPU_STEP_TOKENS,
-    FORCED_CPU_STEP_TOKENS,
-    GPU_STEP_TOKENS,
-    Speculation,
-)
+from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS, Speculation
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.ipc.messages import Pooling
 from headrace.ipc.row_inputs import PROMPT_EMBEDS

@@ -40,11 +40,7 @@ class GrammarCompiler:
 
     timeout_s = TIMEOUT_S
 
-    def __init__(
-        self,
-        backend: Backends,
-        report: Callable[[GateOpened | GateFailed], None],
-    ) -> None:
+    def __init__(self, backend: Backends, report: Callable[[GateOpened | GateFailed], None]) -> None:
         """report: called from any thread."""
         self._backend, self._report = backend, report
         # These threads, and the trial process that they start, give way to steps. Two that compute at once cost twice

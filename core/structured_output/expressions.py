@@ -79,8 +79,7 @@ def parts_of(pattern: str) -> list[ExpressionPart]:
             at += len(text)
         if part.is_repeat and found and found[-1].is_repeat and part.text != "?":
             raise _wrong(
-                part,
-                "it repeats a repeat; possessive ones are not followed, and others are written as (?:a+)+",
+                part, "it repeats a repeat; possessive ones are not followed, and others are written as (?:a+)+"
             )
         found.append(part)
     _check_anchors(found)

@@ -191,10 +191,7 @@ class LLGuidanceBackend:
                     position.fill(index, drafts, masks)
 
     def _fill_in_parallel(
-        self,
-        plain: list[tuple[LLMatcher, int]],
-        drafted: list[tuple[LLMatcher, int, list[int]]],
-        masks: np.ndarray,
+        self, plain: list[tuple[LLMatcher, int]], drafted: list[tuple[LLMatcher, int, list[int]]], masks: np.ndarray
     ) -> None:
         began_s = time.monotonic()
         if plain:

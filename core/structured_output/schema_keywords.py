@@ -16,9 +16,7 @@ from typing import Any
 from headrace.core.structured_output.exact_numbers import check_exact, check_multiples, with_exact_bounds
 from headrace.core.structured_output.expressions import leading_assertions
 
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
-)
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that are followed. All others are annotations, as JSON Schema has it."""
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"

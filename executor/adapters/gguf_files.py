@@ -19,14 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.adapters.adapter import (
-    SHOWN,
-    Adapter,
-    AdapterModule,
-    check_elements,
-    check_factors,
-    read_whole,
-)
+from headrace.executor.adapters.adapter import SHOWN, Adapter, AdapterModule, check_elements, check_factors, read_whole
 from headrace.executor.adapters.peft_config import MOST, MOST_INVOCATION_TOKENS
 from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES, architecture_of
 from headrace.executor.checkpoints.sources.gguf.file import GGUFWeights

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.executor.adapters.adapter import (
-    Adapter,
-    AdapterModule,
-    add_to,
-    check_elements,
-    check_factors,
-    read_whole,
-)
+from headrace.executor.adapters.adapter import Adapter, AdapterModule, add_to, check_elements, check_factors, read_whole
 from headrace.executor.adapters.peft_config import AdapterConfig, read_config
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable

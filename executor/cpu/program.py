@@ -245,14 +245,7 @@ class ProgramOps:
             x = read
         expert_ids = self.room(routing.num_chosen, torch.int32)
         weights = self.room(routing.num_chosen, torch.float32)
-        self.builder.route(
-            logits,
-            expert_ids,
-            weights,
-            bias=correction,
-            places=stack.places,
-            **routing.options,
-        )
+        self.builder.route(logits, expert_ids, weights, bias=correction, places=stack.places, **routing.options)
         return ChosenExperts(stack, x, expert_ids, weights)
 
     def call(self, function: Callable[..., Any], *values: Any) -> Any:

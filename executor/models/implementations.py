@@ -100,9 +100,7 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
         _tell_transformers(architecture, registered_model(architecture) or class_of_plugin(architecture))
     try:
         config = AutoConfig.from_pretrained(
-            str(folder),
-            trust_remote_code=options.trust_remote_code,
-            local_files_only=True,
+            str(folder), trust_remote_code=options.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # whatever transformers finds wrong
         raise ForeignError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error

@@ -152,11 +152,7 @@ def padded_for(
 
 
 def packed_part(
-    stored: StoredTensor,
-    data: np.ndarray,
-    block: tuple[int, int],
-    rows: slice | None,
-    columns: slice | None,
+    stored: StoredTensor, data: np.ndarray, block: tuple[int, int], rows: slice | None, columns: slice | None
 ) -> np.ndarray | None:
     """A part of a matrix whose rows are blocks of (elements, bytes); None if it begins or ends within a block.
 

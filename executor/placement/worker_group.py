@@ -251,12 +251,7 @@ class Replies:
             raise self._error(self.failure)
 
     def gather(
-        self,
-        kind: type[M],
-        *,
-        of: range | None = None,
-        report: Report | None = None,
-        deadline: Deadline | None = None,
+        self, kind: type[M], *, of: range | None = None, report: Report | None = None, deadline: Deadline | None = None
     ) -> list[M]:
         """The next message of this kind from each process, in order. Raises `error(failure)` for the first failure.
 

@@ -43,8 +43,7 @@ def row_failure(row: int, why: str) -> RowFailure:
     """A failure that ends the request in `row`: the client's error if `why` is `RefusedRow`, otherwise ours."""
     kind = "InvalidRequestError" if isinstance(why, RefusedRow) else "SamplingError"
     return RowFailure(
-        row=row,
-        failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step"),
+        row=row, failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step")
     )
 
 

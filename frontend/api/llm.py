@@ -133,12 +133,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
 
     @classmethod
     def connect(
-        cls,
-        address: str,
-        timeout_s: float = CONNECT_TIMEOUT_S,
-        *,
-        keys: str | None = None,
-        reconnect: bool = False,
+        cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None, reconnect: bool = False
     ) -> LLM:
         """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
 

@@ -90,10 +90,7 @@ class LineAnswers:
         self._seen_ids: set[str] = set()
 
     async def run(
-        self,
-        lines: Iterable[tuple[int, bytes]],
-        slots: Slots,
-        record: Callable[[int, BatchResult | None], None],
+        self, lines: Iterable[tuple[int, bytes]], slots: Slots, record: Callable[[int, BatchResult | None], None]
     ) -> None:
         """record: called with each line's position and its result, or None if it already has one. Raises an
         ExceptionGroup that contains EngineDeadError or what `record` raised."""

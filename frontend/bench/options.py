@@ -145,8 +145,7 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None, Option(TARGET, "Name of the model in requests, if it is another than model")
     ] = None
     lora_modules: Annotated[
-        tuple[str, ...],
-        Option(TARGET, "LoRA adapters of the server; each request uses one of them as its model"),
+        tuple[str, ...], Option(TARGET, "LoRA adapters of the server; each request uses one of them as its model")
     ] = ()
     lora_assignment: Annotated[
         Literal["random", "round-robin"], Option(TARGET, "How requests are distributed among lora_modules")

@@ -148,8 +148,7 @@ def ring_round_trips() -> list[float]:
     for fd in fds:
         lay_out_ring(fd, layout)
     child = subprocess.Popen(
-        python_command("-m", "headrace.frontend.bench.overhead", *map(str, fds), str(RING_ROUND_TRIPS)),
-        pass_fds=fds,
+        python_command("-m", "headrace.frontend.bench.overhead", *map(str, fds), str(RING_ROUND_TRIPS)), pass_fds=fds
     )
     writer, reader = RingWriter(fds[0], layout), RingReader(fds[1], layout, 0)
     try:

@@ -289,9 +289,7 @@ class AsyncControls(OneProcess):
         return (await self.get_stats()).sleep_level > 0
 
 
-def blocking(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Any, P], T]:
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """The blocking equivalent of a method, for LLM, whose client runs in another thread."""
 
     @functools.wraps(method)

@@ -53,12 +53,7 @@ def lora_labels(stats: EngineStats) -> dict[str, str] | None:
 ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]], ...] = (
     ("gauge", "num_requests_running", "Requests that are running.", lambda s: s.num_running),
     ("gauge", "num_requests_waiting", "Requests that are waiting.", lambda s: s.num_waiting),
-    (
-        "gauge",
-        "kv_cache_usage_perc",
-        "Share of the KV cache in use; 1 is all of it.",
-        kv_use,
-    ),
+    ("gauge", "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", kv_use),
     ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
     ("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
     ("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_prompt_tokens),

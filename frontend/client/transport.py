@@ -331,8 +331,7 @@ class ZmqTransport:
                 self._end(f"the {self._listener} at {self.address} is gone: the connection was lost", CONNECTION_LOST)
             elif not self._may_connect():
                 self._end(
-                    f"the {self._listener} at {self.address} is another user's: permission denied",
-                    "PermissionError",
+                    f"the {self._listener} at {self.address} is another user's: permission denied", "PermissionError"
                 )
             else:
                 self._end(

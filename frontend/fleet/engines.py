@@ -13,11 +13,7 @@ from headrace.frontend.fleet.answers import combined
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
 from headrace.frontend.text.tokenizer import Tokenizer
-from headrace.ipc.failure import (
-    EngineDeadError,
-    Failure,
-    HeadraceError,
-)
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats, Welcome
 
 

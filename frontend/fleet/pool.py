@@ -18,9 +18,7 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request_metrics import Meters
-from headrace.frontend.fleet.decisions import (
-    RouterOptions,
-)
+from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.engine import Engine
@@ -28,11 +26,7 @@ from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.requests import RoutedRequests
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
-from headrace.ipc.failure import (
-    EngineDeadError,
-    Failure,
-    let_interrupts_pass,
-)
+from headrace.ipc.failure import EngineDeadError, Failure, let_interrupts_pass
 from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)

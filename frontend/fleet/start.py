@@ -86,10 +86,7 @@ def of_rank(options: Options, rank: int) -> Options:
 
 
 def owned_ranks(
-    options: Options,
-    children: Sequence[EngineProcess],
-    restarts: int | None = None,
-    ranks: Sequence[int] | None = None,
+    options: Options, children: Sequence[EngineProcess], restarts: int | None = None, ranks: Sequence[int] | None = None
 ) -> list[Owned]:
     """The sources of started engines; each restarts its engine under the same rank, by default if there are others."""
     from headrace.core.process.child import start_engine

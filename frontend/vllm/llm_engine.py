@@ -154,12 +154,7 @@ class _Running:
     pump: Pump | None = None
 
 
-_OF_LLM = frozenset(
-    {
-        *(name for name in vars(Controls) if not name.startswith("_")),
-        *("get_tokenizer", "engine"),
-    }
-)
+_OF_LLM = frozenset({*(name for name in vars(Controls) if not name.startswith("_")), *("get_tokenizer", "engine")})
 
 
 class LLMEngine(OneProcess):

@@ -19,10 +19,7 @@ NO_PROMPT_ADAPTERS = "prompt adapters are not supported; a LoRARequest adapts th
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 _FILE = "the model's config.json has it; vocab_size and max_model_len are here"
-CONFIG_FIELDS = {
-    **dict.fromkeys(("hf_config", "hf_text_config"), _FILE),
-    "lora_config": DECISIONS,
-}
+CONFIG_FIELDS = {**dict.fromkeys(("hf_config", "hf_text_config"), _FILE), "lora_config": DECISIONS}
 METHODS = {
     "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
     "(worker_extension_cls) and collective_rpc reach it",

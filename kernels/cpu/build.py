@@ -41,13 +41,7 @@ from typing import Any
 from headrace.ipc.cache import cache_folder as users_cache
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.own_folder import temporary_folder
-from headrace.ipc.process.trusted_files import (
-    UntrustedFileError,
-    read_trusted,
-    trusted_folder,
-    trusted_path,
-    warn_of,
-)
+from headrace.ipc.process.trusted_files import UntrustedFileError, read_trusted, trusted_folder, trusted_path, warn_of
 from headrace.kernels.cpu.compiler import (
     FOLDER,
     BuildError,

@@ -228,10 +228,7 @@ def _caches(
     dtype: torch.dtype, key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None
 ) -> tuple[_Cache, _Cache]:
     scales = scales or CacheScales()
-    return (
-        _Cache(key_cache, dtype, scales.key, scales.keys),
-        _Cache(value_cache, dtype, scales.value, scales.values),
-    )
+    return (_Cache(key_cache, dtype, scales.key, scales.keys), _Cache(value_cache, dtype, scales.value, scales.values))
 
 
 def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:

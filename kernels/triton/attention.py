@@ -140,11 +140,7 @@ class Launch:
         self.attend(grid, tiles, out, SPLIT_TILES=split_tiles, SKIP_DECODES=True)
 
     def attend(
-        self,
-        grid: tuple[int, int, int],
-        tiles: Tiles,
-        into: Tensor | SoftmaxParts,
-        **options: int | bool,
+        self, grid: tuple[int, int, int], tiles: Tiles, into: Tensor | SoftmaxParts, **options: int | bool
     ) -> None:
         """Launches `attend_kernel`, into the result or into parts of it."""
         batch = self.batch
@@ -503,11 +499,7 @@ def merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
     new_max = tl.maximum(max_a, max_b)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay_a, decay_b = tl.exp2(max_a - shift), tl.exp2(max_b - shift)
-    return (
-        new_max,
-        sum_a * decay_a + sum_b * decay_b,
-        acc_a * decay_a[:, None] + acc_b * decay_b[:, None],
-    )
+    return (new_max, sum_a * decay_a + sum_b * decay_b, acc_a * decay_a[:, None] + acc_b * decay_b[:, None])
 
 
 @triton.jit

@@ -16,12 +16,7 @@ from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight, Inpu
 
 
 def floats_of_8_bits(
-    module: str,
-    weight: Tensor,
-    scales: Tensor,
-    *,
-    group: int | None = None,
-    block: tuple[int, int] | None = None,
+    module: str, weight: Tensor, scales: Tensor, *, group: int | None = None, block: tuple[int, int] | None = None
 ) -> GroupedWeight:
     """weight [n, k] float8_e4m3fn; scales as in `scales_of_rows`: floats, or exponents of powers of two (e8m0)."""
     if scales.dtype in EXPONENTS:
@@ -83,11 +78,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def scales_of_rows(
-    module: str,
-    shape: tuple[int, ...],
-    scales: Tensor,
-    group: int | None,
-    block: tuple[int, int] | None = None,
+    module: str, shape: tuple[int, ...], scales: Tensor, group: int | None, block: tuple[int, int] | None = None
 ) -> tuple[Tensor, int]:
     """(scales [n, k / size], group size) of a matrix of `shape` (n, k). The given scales are those of groups of `group`
     neighbours; of blocks (rows, columns), the last of which may be incomplete; else of the matrix or of each row.

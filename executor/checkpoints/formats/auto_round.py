@@ -8,16 +8,7 @@ from typing import Any, ClassVar
 
 from headrace.executor.checkpoints.expressions import check_expression
 from headrace.executor.checkpoints.formats import Config, Format, Stored, number
-from headrace.executor.checkpoints.formats._keys import (
-    ANY,
-    BY_TENSORS,
-    COMMON,
-    OF_TOOLS,
-    READ,
-    Keys,
-    RefusedKey,
-    keys,
-)
+from headrace.executor.checkpoints.formats._keys import ANY, BY_TENSORS, COMMON, OF_TOOLS, READ, Keys, RefusedKey, keys
 from headrace.executor.checkpoints.formats.awq import Awq
 from headrace.executor.checkpoints.formats.gptq import Gptq
 from headrace.ipc.failure import ModelError
@@ -47,8 +38,7 @@ class AutoRound(Format):
         **OF_TOOLS,
         **keys(READ, "bits", "group_size", "sym", "packing_format", "data_type"),
         **keys(
-            RefusedKey("scales that are quantised themselves are not supported"),
-            *("super_bits", "super_group_size"),
+            RefusedKey("scales that are quantised themselves are not supported"), *("super_bits", "super_group_size")
         ),
         "extra_config": {ANY: {**OF_TOOLS, **keys(READ, "bits", "group_size", "sym"), "data_type": BY_TENSORS}},
     }

@@ -177,11 +177,7 @@ class CompressedTensors(Format):
             "W8A8 int8, and 2 to 7 bits with such inputs (W4A8): activations become int8 too, by a static scale or "
             "each token's own, symmetric or not; those of 4 bits or with scales for groups keep 16 bits",
             ("int4", "int8"),
-            (
-                "compressed W8A8",
-                "compressed W4A8",
-                "test_inputs_become_int8_where_the_checkpoint_means_it",
-            ),
+            ("compressed W8A8", "compressed W4A8", "test_inputs_become_int8_where_the_checkpoint_means_it"),
         ),
         Stored(
             "W8A8 fp8, a scale for the matrix, rows, groups (MXFP8 too) or blocks; activations stay in floats",

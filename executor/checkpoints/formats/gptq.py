@@ -71,12 +71,7 @@ class Gptq(Format):
             ),
             ordered=True,
         ),
-        Stored(
-            "2 and 3 bits, kept in 4",
-            ("int4",),
-            ("gptq 3 bits", "gptq 2 bits, zeros"),
-            ordered=True,
-        ),
+        Stored("2 and 3 bits, kept in 4", ("int4",), ("gptq 3 bits", "gptq 2 bits, zeros"), ordered=True),
         Stored(
             "GPTQModel's planar layout (`gptq_p`): 2 to 8 bits (2 and 3 kept in 4, 5 to 7 in 8), else as above",
             ("int4", "int8"),

@@ -29,16 +29,7 @@ from headrace.executor.checkpoints.formats import (
     expect,
     number,
 )
-from headrace.executor.checkpoints.formats._keys import (
-    BY_TENSORS,
-    COMMON,
-    OTHERS,
-    READ,
-    SEARCH,
-    Keys,
-    RefusedKey,
-    keys,
-)
+from headrace.executor.checkpoints.formats._keys import BY_TENSORS, COMMON, OTHERS, READ, SEARCH, Keys, RefusedKey, keys
 from headrace.executor.checkpoints.formats.gptq import integers
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight

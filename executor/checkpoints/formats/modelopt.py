@@ -69,16 +69,8 @@ class ModelOpt(Format):
             ("e4m3",),
             ("modelopt fp8",),
         ),
-        Stored(
-            "NVFP4: 4-bit floats in groups of 16; activations stay in floats",
-            ("float4",),
-            ("modelopt nvfp4",),
-        ),
-        Stored(
-            "MIXED_PRECISION: FP8 and NVFP4, by module",
-            ("e4m3", "float4"),
-            ("modelopt mixed",),
-        ),
+        Stored("NVFP4: 4-bit floats in groups of 16; activations stay in floats", ("float4",), ("modelopt nvfp4",)),
+        Stored("MIXED_PRECISION: FP8 and NVFP4, by module", ("e4m3", "float4"), ("modelopt mixed",)),
     )
     made_by = (
         "nvidia-modelopt 0.47 (benchmarks/quantised_tools.py; its NVFP4 stops on a CPU: 'amax must be a CUDA tensor "

@@ -71,8 +71,7 @@ OF_WEIGHT = {
     **keys(READ, "dtype", "group_size", "qscheme", "symmetric", "scale_format"),
     **keys(BY_TENSORS, "ch_axis", "block_size", "scale_type", "zero_point_type", "mx_element_dtype", "is_dynamic"),
     **keys(
-        SEARCH,
-        *("round_method", "observer_cls", "scale_calculation_mode", "enable_buffer_reuse", "max_input_numel"),
+        SEARCH, *("round_method", "observer_cls", "scale_calculation_mode", "enable_buffer_reuse", "max_input_numel")
     ),
     **keys(RefusedKey("scales that are quantised themselves are not supported"), "is_scale_quant"),
 }

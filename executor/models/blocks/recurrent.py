@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, Fused, Kept
-from headrace.executor.models.blocks import (
-    Axis,
-    Declared,
-    Held,
-    LayerOps,
-    Linear,
-    StateMixer,
-    Vector,
-    Weight,
-)
+from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, StateMixer, Vector, Weight
 from headrace.executor.models.blocks.gated_norm import GatedNorm
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.ipc.failure import ModelError

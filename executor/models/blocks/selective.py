@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec, Fused, Kept
-from headrace.executor.models.blocks import (
-    Axis,
-    Declared,
-    Held,
-    LayerOps,
-    Linear,
-    Norm,
-    StateMixer,
-    Vector,
-    Weight,
-)
+from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Norm, StateMixer, Vector, Weight
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.ipc.failure import ModelError
 
@@ -79,10 +69,7 @@ class Selective(StateMixer):
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         own = self.channels // tp_size
-        return (
-            Kept("history", (self.conv_width - 1, own)),
-            Kept("state", (self.state_size, own)),
-        )
+        return (Kept("history", (self.conv_width - 1, own)), Kept("state", (self.state_size, own)))
 
     def draft_elements(self, tp_size: int) -> int:
         """The convolution's inputs, then the recurrence's."""

@@ -55,8 +55,7 @@ def why_unavailable(pool: EnginePool) -> ApiError:
         return unavailable(f"the engine is not running: {without_own_names(failure.message)}", code="engine_dead")
     if any(engine.is_silent for engine in pool.engines):
         return unavailable(
-            f"the engine has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped",
-            code="engine_silent",
+            f"the engine has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped", code="engine_silent"
         )
     if pool.started.is_set():
         return unavailable("the engine is shutting down and takes no new requests", code="shutting_down")

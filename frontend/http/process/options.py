@@ -240,8 +240,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
 
     chat_template: Annotated[
-        str | None,
-        Option(CHAT, "Chat template, or path of a file with one", default_text="the model's own"),
+        str | None, Option(CHAT, "Chat template, or path of a file with one", default_text="the model's own")
     ] = None
     chat_template_content_format: Annotated[
         ContentFormat,
@@ -419,10 +418,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ui: Annotated[
         bool,
-        Option(
-            OBSERVED,
-            "Serve a page at / with a chat and a live view of the engines; with API keys it asks for one",
-        ),
+        Option(OBSERVED, "Serve a page at / with a chat and a live view of the engines; with API keys it asks for one"),
     ] = True
     open: Annotated[bool, Option(OBSERVED, "Show the page in this machine's browser once the server is ready")] = False
     server_dev_mode: Annotated[

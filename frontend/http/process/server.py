@@ -245,11 +245,7 @@ class HttpServer:
         return EXIT_ENGINE_FAILED
 
     async def _serve(
-        self,
-        state: ServerState,
-        server: _UvicornServer,
-        serving: asyncio.Task[None],
-        coordinators: Sequence[str],
+        self, state: ServerState, server: _UvicornServer, serving: asyncio.Task[None], coordinators: Sequence[str]
     ) -> Failure | None:
         """Serves until it is time to end. Returns why the engines ended, if they did."""
         assert self._stop_asked is not None

@@ -37,22 +37,8 @@ from headrace.frontend.fleet.start import of_rank
 from headrace.frontend.http.process.launch import PhaseLog, say, say_ready, say_workers
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
-from headrace.frontend.http.process.server import (
-    EXIT_DONE,
-    EXIT_ENGINE_FAILED,
-    EXIT_ERROR,
-    check_files,
-    listen,
-    url_of,
-)
-from headrace.frontend.http.process.worker import (
-    EngineDown,
-    EngineLost,
-    EngineUp,
-    Scaled,
-    ScaleTo,
-    WorkerOptions,
-)
+from headrace.frontend.http.process.server import EXIT_DONE, EXIT_ENGINE_FAILED, EXIT_ERROR, check_files, listen, url_of
+from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, Scaled, ScaleTo, WorkerOptions
 from headrace.frontend.http.server.metrics import pages_bytes
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError

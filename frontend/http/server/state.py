@@ -106,10 +106,7 @@ class ServerState:
             await each.close()
 
     async def generate(
-        self,
-        exchange: Exchange,
-        decode: Callable[[bytes], R],
-        prepare: Callable[[R, Engine, str], PreparedRequest],
+        self, exchange: Exchange, decode: Callable[[bytes], R], prepare: Callable[[R, Engine, str], PreparedRequest]
     ) -> None:
         """Answers a request by generating: `decode` makes a struct of its body, and `prepare` makes of that, an engine
         that serves its model, and the request's id, what is run."""

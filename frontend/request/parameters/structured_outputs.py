@@ -139,11 +139,7 @@ class StructuredOutputsParams:
         flags = {flag: more.get(flag, False) or getattr(self, flag) for flag in _FLAGS}
         flags["disable_any_whitespace"] |= self.whitespace_pattern == ""
         return StructuredOutput(
-            kind=name,
-            text=self._text(name),
-            whitespace_pattern=self.whitespace_pattern or "",
-            backend=backend,
-            **flags,
+            kind=name, text=self._text(name), whitespace_pattern=self.whitespace_pattern or "", backend=backend, **flags
         )
 
     def _given(self) -> list[str]:

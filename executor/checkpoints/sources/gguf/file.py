@@ -20,14 +20,7 @@ from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, Tensor
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
 from headrace.executor.checkpoints.sources.gguf.split_latent import joined_latent
-from headrace.executor.checkpoints.weights import (
-    Numbers,
-    Packed,
-    StoredTensor,
-    Weights,
-    WeightSource,
-    bounds,
-)
+from headrace.executor.checkpoints.weights import Numbers, Packed, StoredTensor, Weights, WeightSource, bounds
 from headrace.ipc.failure import ModelError
 
 UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -84,10 +77,7 @@ class GGUFFile:
         spec = spec_from_config(config)
         heads = {}
         if self.architecture.permuted:
-            heads = {
-                spec.names.query: config["num_attention_heads"],
-                spec.names.key: config["num_key_value_heads"],
-            }
+            heads = {spec.names.query: config["num_attention_heads"], spec.names.key: config["num_key_value_heads"]}
         records = records_by_name(self.header, self.tensors, spec, self.architecture)
         weights = Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms))
         return _with_score(joined_latent(spec, weights)) if config.get(YES_NO_SCORE) else joined_latent(spec, weights)
@@ -144,11 +134,7 @@ class GGUFWeights(WeightSource):
     """A file's tensors. Parts of quantised ones are float32, of others of their own type."""
 
     def __init__(
-        self,
-        path: Path,
-        records: Mapping[str, TensorRecord],
-        permuted_heads: Mapping[str, int],
-        offset_norms: bool,
+        self, path: Path, records: Mapping[str, TensorRecord], permuted_heads: Mapping[str, int], offset_norms: bool
     ) -> None:
         """records: by Hugging Face name. permuted_heads: number of heads of each projection whose rows are reordered,
         by its name relative to a layer's prefix. offset_norms: as in `GGUFArchitecture`."""

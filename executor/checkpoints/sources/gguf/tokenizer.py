@@ -49,10 +49,7 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
     metadata = header.metadata
     kind, tokens = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}tokens")
     if not isinstance(kind, str) or kind in ("none", "no_vocab") or not isinstance(tokens, StringArray):
-        raise ModelError(
-            f"{header.path} has no tokenizer ({KEY}model and {KEY}tokens are looked for)",
-            hint=WITHOUT,
-        )
+        raise ModelError(f"{header.path} has no tokenizer ({KEY}model and {KEY}tokens are looked for)", hint=WITHOUT)
     texts = list(tokens)
     special = _special_tokens(metadata, texts)
     if kind == "bert":
@@ -224,8 +221,7 @@ def _by_transformers(header: GGUFHeader) -> str:
     except Exception as error:  # whatever an unknown kind of vocabulary leads to
         kind, pre = header.metadata.get(f"{KEY}model"), header.metadata.get(f"{KEY}pre")
         raise ModelError(
-            f"the tokenizer in {path} (model {kind}, pre-tokenizer {pre}) cannot be converted: {error}",
-            hint=WITHOUT,
+            f"the tokenizer in {path} (model {kind}, pre-tokenizer {pre}) cannot be converted: {error}", hint=WITHOUT
         ) from error
     json_text: str = converted.backend_tokenizer.to_str()
     return json_text

@@ -34,10 +34,7 @@ class LoadLoRAAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields
     """POST /v1/load_lora_adapter"""
 
     lora_name: Annotated[str, Meta(description="By which requests ask for it, as their model")] = ""
-    lora_path: Annotated[
-        str,
-        Meta(description=_WHERE),
-    ] = ""
+    lora_path: Annotated[str, Meta(description=_WHERE)] = ""
     load_inplace: Annotated[
         bool, Meta(description="Replace a loaded adapter of this name; running requests keep the former one")
     ] = False
@@ -55,10 +52,7 @@ class SageMakerAdapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """POST /adapters, SageMaker's form of loading one"""
 
     name: str = ""
-    src: Annotated[
-        str,
-        Meta(description=_WHERE),
-    ] = ""
+    src: Annotated[str, Meta(description=_WHERE)] = ""
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
     pin: Annotated[bool, Meta(description="Keep it in memory until it is unloaded")] = False

@@ -137,10 +137,7 @@ API = Api(
     bodies=(
         Body(kind=MessagesRequest, called="Anthropic's messages", lacks=NOT_SUPPORTED),
         Body(
-            kind=CountTokensRequest,
-            called="Anthropic's counts of tokens",
-            lacks=NOT_SUPPORTED,
-            counts=MessagesRequest,
+            kind=CountTokensRequest, called="Anthropic's counts of tokens", lacks=NOT_SUPPORTED, counts=MessagesRequest
         ),
     ),
     error_bodies={"/v1/messages/": error_body},

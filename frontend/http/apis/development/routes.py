@@ -16,13 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.control import (
-    QUICK_S,
-    method_command,
-    pause_command,
-    sleep_command,
-    wake_command,
-)
+from headrace.frontend.client.control import QUICK_S, method_command, pause_command, sleep_command, wake_command
 from headrace.frontend.http.process.engines import why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Access

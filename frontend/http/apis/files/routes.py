@@ -288,15 +288,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         },
         access=Access.CLIENT,
     ),
-    get(
-        "/v1/files",
-        files,
-        "List files",
-        FileList,
-        query=FilesQuery,
-        refusals=(400,),
-        access=Access.CLIENT,
-    ),
+    get("/v1/files", files, "List files", FileList, query=FilesQuery, refusals=(400,), access=Access.CLIENT),
     get(
         "/v1/files/{file_id}", file, "Retrieve a file's description", FileObject, refusals=(404,), access=Access.CLIENT
     ),
@@ -319,15 +311,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         (400, 404, 413, 415, 429, 503),
         access=Access.CLIENT,
     ),
-    get(
-        "/v1/batches",
-        batches,
-        "List batches",
-        BatchList,
-        query=BatchesQuery,
-        refusals=(400,),
-        access=Access.CLIENT,
-    ),
+    get("/v1/batches", batches, "List batches", BatchList, query=BatchesQuery, refusals=(400,), access=Access.CLIENT),
     get(
         "/v1/batches/{batch_id}",
         batch,

@@ -238,10 +238,7 @@ class OllamaAnswer(TextAnswer):
         return [OllamaAnswerMessage("assistant", "", tool_calls=[OllamaCall(call_id(event), function)])]
 
     def _line(
-        self,
-        part: OllamaAnswerMessage,
-        output: CompletionOutput | None = None,
-        sequence: SequenceState | None = None,
+        self, part: OllamaAnswerMessage, output: CompletionOutput | None = None, sequence: SequenceState | None = None
     ) -> OllamaLine:
         """output and sequence: only for the last line, which has the counts."""
         line = _line(self.model, part, is_chat=self._is_chat)
@@ -522,14 +519,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         access=Access.CLIENT,
     ),
     get("/api/tags", tags, "Ollama's API: list the served models", OllamaModels, **_LISTED, access=Access.CLIENT),
-    get(
-        "/api/ps",
-        loaded,
-        "Ollama's API: list the loaded models",
-        OllamaLoadedModels,
-        **_LISTED,
-        access=Access.CLIENT,
-    ),
+    get("/api/ps", loaded, "Ollama's API: list the loaded models", OllamaLoadedModels, **_LISTED, access=Access.CLIENT),
     get(
         "/api/version",
         version,

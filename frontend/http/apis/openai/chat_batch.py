@@ -10,12 +10,7 @@ from msgspec import UNSET
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import encoded
-from headrace.frontend.http.apis.openai.bodies import (
-    ChatResponse,
-    CompletionTokensDetails,
-    PromptTokensDetails,
-    Usage,
-)
+from headrace.frontend.http.apis.openai.bodies import ChatResponse, CompletionTokensDetails, PromptTokensDetails, Usage
 from headrace.frontend.http.apis.openai.chat import ChatAnswer, ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.prompts import check_outputs
 from headrace.frontend.http.apis.openai.requests import ChatBatchRequest, ChatCompletionRequest

@@ -5,10 +5,7 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
-from headrace.frontend.api.beam_search import (
-    BeamSearchParams,
-    check_width,
-)
+from headrace.frontend.api.beam_search import BeamSearchParams, check_width
 from headrace.frontend.http.apis.openai.requests import CompletionRequest, GenerationRequest
 from headrace.frontend.http.server.errors import bad_field
 from headrace.frontend.http.server.selection import OutputSelection

@@ -12,11 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.http.apis.openai.requests import (
-    ChatMessage,
-    GenerationRequest,
-    StreamOptions,
-)
+from headrace.frontend.http.apis.openai.requests import ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
 from headrace.frontend.request import checks
@@ -24,13 +20,7 @@ from headrace.frontend.request.parameters.sampling_params import FIELDS, Request
 from headrace.frontend.request.parameters.thinking import reads_reasoning
 from headrace.frontend.request.parameters.token_rules import openai_bias
 from headrace.frontend.request.prompts import Prompt, packed
-from headrace.frontend.text.chat_template import (
-    ContentFormat,
-    RenderedChat,
-    complete_message,
-    render_chat,
-    text_parts,
-)
+from headrace.frontend.text.chat_template import ContentFormat, RenderedChat, complete_message, render_chat, text_parts
 from headrace.frontend.text.instructions import place_instructions
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.frontend.text.tokenizer import Tokenizer
@@ -73,10 +63,7 @@ def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> 
 
 
 def sampling_params(
-    request: GenerationRequest,
-    welcome: Welcome,
-    options: ServeOptions,
-    **chosen: Any,
+    request: GenerationRequest, welcome: Welcome, options: ServeOptions, **chosen: Any
 ) -> SamplingParams:
     """A request's SamplingParams, frozen, with the model's defaults for omitted fields. Raises ApiError,
     InvalidRequestError.

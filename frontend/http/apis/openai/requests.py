@@ -205,8 +205,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Annotated[
-        str | list[str | int | list[int]] | None,
-        Meta(description="A text, a list of token ids, or a list of either"),
+        str | list[str | int | list[int]] | None, Meta(description="A text, a list of token ids, or a list of either")
     ] = None
     prompt_embeds: Annotated[
         str | list[str] | None,
@@ -316,10 +315,7 @@ class ResponsesFields(SharedFields, kw_only=True):
     """Fields of OpenAI's Responses API, besides those of SamplingParams."""
 
     inner_fields: ClassVar[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
-        {
-            "text": ("format", "verbosity"),
-            "reasoning": ("effort", "summary", "generate_summary", "context", "mode"),
-        }
+        {"text": ("format", "verbosity"), "reasoning": ("effort", "summary", "generate_summary", "context", "mode")}
     )
     """By field that is an object, the fields in it; others are refused."""
     own_names: ClassVar[Mapping[str, str]] = types.MappingProxyType({"max_tokens": "max_output_tokens"})

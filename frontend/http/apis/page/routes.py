@@ -91,13 +91,7 @@ API = Api(
             )
             for name in _FILES
         ),
-        get(
-            "/ui/live",
-            _live,
-            "The state of each engine, for the page's live view",
-            LiveState,
-            access=Access.CLIENT,
-        ),
+        get("/ui/live", _live, "The state of each engine, for the page's live view", LiveState, access=Access.CLIENT),
     ),
     is_served=lambda options: options.ui,
     served_by="--ui, which is on unless the server was started with --no-ui",

@@ -9,13 +9,7 @@ from msgspec import Meta
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import ChatPrompts
-from headrace.frontend.http.apis.openai.requests import (
-    ChatMessage,
-    ContinueFinal,
-    Many,
-    Template,
-    TemplateVariables,
-)
+from headrace.frontend.http.apis.openai.requests import ChatMessage, ContinueFinal, Many, Template, TemplateVariables
 from headrace.frontend.http.server.errors import bad_field
 
 

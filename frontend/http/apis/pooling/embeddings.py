@@ -250,8 +250,7 @@ def _prepared(
     )
     if request.encoding_format in ("bytes", "bytes_only") and "&" in (params.task or ""):
         raise bad_field(
-            "encoding_format",
-            "encoding_format: bytes are for a single task; use float or base64 for several",
+            "encoding_format", "encoding_format: bytes are for a single task; use float or base64 for several"
         )
     answer = PooledAnswer(write)
     if request.encoding_format in ("bytes", "bytes_only"):

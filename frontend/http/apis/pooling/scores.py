@@ -42,13 +42,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
-from headrace.frontend.request.pair_prompts import (
-    compare_with,
-    late_prompts,
-    scoring_task,
-    similarity,
-    tokenize_pairs,
-)
+from headrace.frontend.request.pair_prompts import compare_with, late_prompts, scoring_task, similarity, tokenize_pairs
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
 from headrace.frontend.request.prompts import Prompt, Tokenization
@@ -289,9 +283,7 @@ def _prepared(
 
 
 def _shortened(
-    pairs: Sequence[tuple[str, str]],
-    most: tuple[int | None, int | None],
-    engine: Engine,
+    pairs: Sequence[tuple[str, str]], most: tuple[int | None, int | None], engine: Engine
 ) -> Sequence[tuple[str, str]]:
     """The pairs, whose first texts have at most most[0] tokens and their second ones most[1]. Raises ApiError."""
     assert engine.client is not None

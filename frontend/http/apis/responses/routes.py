@@ -15,12 +15,7 @@ import msgspec
 from headrace.frontend.http.apis.openai.chat import ChatParts, count_prompt
 from headrace.frontend.http.apis.openai.requests import NEUTRAL_OF, RANK_HEADER, ResponsesRequest, take_rank
 from headrace.frontend.http.apis.responses.client_tools import LeftOut, client_tools
-from headrace.frontend.http.apis.responses.conversation import (
-    ENCRYPTED,
-    as_chat,
-    check_include,
-    size_of,
-)
+from headrace.frontend.http.apis.responses.conversation import ENCRYPTED, as_chat, check_include, size_of
 from headrace.frontend.http.apis.responses.create import (
     OWN_NAMES,
     ResponseParts,

@@ -165,12 +165,7 @@ def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
 
 
 def _prepared(
-    request: TeiInputs,
-    fields: Mapping[str, Any],
-    engine: Engine,
-    options: ServeOptions,
-    caller: Caller,
-    write: Write,
+    request: TeiInputs, fields: Mapping[str, Any], engine: Engine, options: ServeOptions, caller: Caller, write: Write
 ) -> PreparedRequest:
     """fields: of PoolingParams, besides those that all these requests have."""
     model = request.model or engine.names[0]
