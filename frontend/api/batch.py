@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestListener, RequestStream
-from headrace.frontend.request.checks import CheckedRequest, check, checked_priority
+from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
@@ -328,12 +328,11 @@ def default_params(welcome: Welcome) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def priorities_for(given: Any, count: int) -> list[int]:
-    if given is None:
-        return [0] * count
-    if isinstance(given, numbers.Integral):
-        return [checked_priority(given)] * count
+def priorities_for(given: Any, count: int) -> Sequence[Any]:
+    """One for each of `count` prompts, which `check` checks. Raises InvalidRequestError for another number of them."""
+    if given is None or isinstance(given, numbers.Integral):
+        return [0 if given is None else given] * count
     several = elements(given)
     if several is None or len(several) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
-    return list(map(checked_priority, several))
+    return several

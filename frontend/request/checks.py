@@ -16,7 +16,7 @@ from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import thinking_of
-from headrace.frontend.request.parameters.token_rules import check_token_rules, tokenized_fields
+from headrace.frontend.request.parameters.token_rules import check_model_limits, tokenized_fields
 from headrace.frontend.request.pooling_prompts import NOT_POOLING
 from headrace.frontend.request.prompts import ModelFacts, Prompt, truncate
 from headrace.ipc.codec import Tensor
@@ -97,7 +97,7 @@ def check(
         raise InvalidRequestError("SamplingParams.prompt_logprobs is not compatible with prompt embeds.")
     check_token_ids(prompt, welcome)
     room = check_length(prompt, welcome)
-    check_token_rules(params, welcome)
+    check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
     if params.stop_strings and welcome.tokenizer is None:
         raise InvalidRequestError(
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"

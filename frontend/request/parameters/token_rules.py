@@ -10,7 +10,6 @@ from headrace.frontend.request.parameters.sampling_fields import bad
 from headrace.frontend.text.guarded_tokenizer import TokenizingError
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.request.parameters.sampling_params import SamplingParams
@@ -104,16 +103,6 @@ def check_num_logprobs(params: SamplingParams, vocab_size: int, max_logprobs: in
             )
 
 
-def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
-    """Raises InvalidRequestError for rules that the model or an engine without a tokenizer cannot apply."""
-    check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
-    if params.bad_words and welcome.tokenizer is None and params.bad_words_token_ids is None:
-        raise InvalidRequestError(
-            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: call update_from_tokenizer "
-            "on the parameters, or use logit_bias"
-        )
-
-
 def tokenize_bad_words(
     words: Iterable[str], tokenizer: Any, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
@@ -167,9 +156,14 @@ def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_
 
 
 def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
-    if tokenizer is None:  # check_token_rules made sure that bad_words_token_ids are set
-        return tuple(tuple(run) for run in params.bad_words_token_ids or ())
-    return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
+    if tokenizer is not None:
+        return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
+    if (runs := params.bad_words_token_ids) is None:
+        raise InvalidRequestError(
+            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: call update_from_tokenizer "
+            "on the parameters, or use logit_bias"
+        )
+    return tuple(map(tuple, runs))
 
 
 def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
