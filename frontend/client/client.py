@@ -171,8 +171,8 @@ class CoreClient(AsyncControls):
         self.tokenizer = Tokenizer(bundle)
 
     def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream:
-        """Sends a request that was checked, whose id no running one has. listener: hears of it, besides the reader of
-        the stream.
+        """Sends a request that was checked, whose id no running one has. listener: hears of each step, in place of a
+        reader of the stream, which then gives the last output alone.
 
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """

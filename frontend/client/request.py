@@ -223,7 +223,7 @@ class RequestStream(OneProcess):
         """For how many prompt positions they have arrived."""
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.listener: RequestListener | None = None
-        """Whoever submitted the request, if it wants to hear of it."""
+        """Whoever submitted the request, if it hears of each step: then the iterator gives the last output alone."""
         self.client: RequestListener | None = None
         """The pool of engines that the request was submitted to, which hears of its end first."""
         self.meter: RequestMeter | None = None
@@ -327,7 +327,11 @@ class RequestStream(OneProcess):
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:
             self._end(now_s)
-        elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY and any(s.has_news() for s in self.sequences):
+        elif (
+            self.listener is None
+            and self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            and any(each.has_news() for each in self.sequences)
+        ):
             self._wake()
         if self.meter is not None:
             self.meter.on_step(self, now_s)

@@ -98,9 +98,8 @@ class RoutedRequests(Engines, RequestListener):
     ) -> RequestStream:
         """Submits a request that was checked to the engine that the router chooses; it may move to others later.
 
-        listener: hears of it, besides the reader of the stream. model: the name by which it is asked for, by default
-        the first. Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none
-        accepts it.
+        listener: as CoreClient.submit has it. model: the name by which it is asked for, by default the first. Raises
+        what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none accepts it.
         """
         if request.name in self._streams:
             raise id_in_use(request.name)

@@ -122,6 +122,33 @@ def test_a_listener_that_fails_loses_nothing_of_the_other_requests(caplog: pytes
     assert "nobody counts this" in caplog.text
 
 
+def test_where_a_listener_hears_of_each_step_the_reader_is_given_the_last_output_alone() -> None:
+    core = FakeCore(bundle_of(byte_level_tokenizer()), lambda prompt, seed, position: 77, eos_token_id=EOS)
+    table = RequestTable(lambda message: core.take("client", message))
+    heard: list[int] = []
+
+    class Counting(RequestListener):
+        def on_step(self, stream: RequestStream, now_s: float) -> None:
+            heard.append(stream.num_tokens)
+
+    stream = RequestStream(CheckedRequest("r", Prompt(token_ids=[7]), SamplingParams(), max_tokens=5), tokenizer())
+    stream.listener = Counting()
+    table.add(stream)
+
+    async def read() -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while not stream.done:
+            for _, message in core.step():
+                table.on_step(message)
+            await read_what_is_there(stream, outputs)
+        return outputs
+
+    (last,) = asyncio.run(read())
+    assert last.finished
+    assert last.outputs[0].token_ids == [77] * 5
+    assert heard == [1, 2, 3, 4, 5]
+
+
 SCRIPT = st.one_of(
     st.text("stop STOP.😀é\u0301世", max_size=12).map(lambda text: tokenizer().encode(text)),
     st.lists(st.integers(0, 399), max_size=20),
