@@ -17,13 +17,9 @@ from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     Dimensions,
     How,
-    Model,
     PooledAnswer,
+    PooledFields,
     PoolingUsage,
-    Priority,
-    RequestId,
-    Salt,
-    User,
     check_count,
     checked_params,
     items_of,
@@ -51,10 +47,9 @@ from headrace.ipc.messages import Welcome
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
-class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CohereEmbedRequest(PooledFields, kw_only=True):
     """POST /v2/embed"""
 
-    model: Model = None
     texts: Annotated[list[str] | None, Meta(description="The texts; or inputs")] = None
     inputs: Annotated[
         list[dict[str, Any]] | None,
@@ -80,10 +75,6 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Side at which a text that is too long is cut, or NONE to refuse it; default: END"),
     ] = None
     max_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Most tokens of a text")] = None
-    priority: Priority = None
-    cache_salt: Salt = None
-    request_id: RequestId = None
-    user: User = None
 
 
 class CohereEmbeddings(msgspec.Struct, omit_defaults=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -10,12 +10,16 @@ from msgspec import Meta
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import ChatPrompts
 from headrace.frontend.http.apis.openai.requests import ChatMessage, ContinueFinal, Many, Template, TemplateVariables
+from headrace.frontend.http.apis.pooling.pooled import Input, PooledFields, Side, SpecialTokens, Truncation
 from headrace.frontend.http.server.errors import bad_field
 
 
-class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextFields(PooledFields, kw_only=True):
+    """The fields of requests whose texts are an input, or become one."""
+
     message_kind: ClassVar[type[msgspec.Struct]] = ChatMessage
 
+    input: Input | None = None
     messages: Annotated[
         Many[ChatMessage | Many[ChatMessage]] | None,
         Meta(description="In the place of input: a conversation, or a list of conversations"),
@@ -26,21 +30,12 @@ class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     continue_final_message: ContinueFinal = None
     chat_template: Template = None
     chat_template_kwargs: TemplateVariables = None
+    truncate_prompt_tokens: Truncation = None
+    truncation_side: Side = None
+    add_special_tokens: SpecialTokens = None
 
 
-class Conversational(Protocol):
-    """A request of `ConversationFields`, with what it has of texts."""
-
-    input: Any
-    messages: Any
-    add_special_tokens: bool | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any] | None
-
-
-def take_messages(request: Conversational, engine: Engine, prompts: ChatPrompts) -> None:
+def take_messages(request: TextFields, engine: Engine, prompts: ChatPrompts) -> None:
     """Puts the texts of a request's conversations in the place of its input. Special tokens are added to them only if
     it asks for that: the template writes them. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
@@ -56,7 +51,7 @@ def take_messages(request: Conversational, engine: Engine, prompts: ChatPrompts)
     if len(are_lists) > 1:
         raise bad_field("messages", "messages holds either messages or lists of them")
     request.add_generation_prompt = bool(request.add_generation_prompt)
-    conversations = request.messages if True in are_lists else [request.messages]
+    conversations: Any = request.messages if True in are_lists else [request.messages]
     tokenizer = engine.client.tokenizer
     request.input = [prompts.render(request, each, tokenizer, tools=None).text for each in conversations]
     request.messages = None

@@ -13,23 +13,14 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
-from headrace.frontend.http.apis.pooling.conversations import ConversationFields
+from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     Dimensions,
     How,
-    Input,
-    Model,
     PooledAnswer,
     PoolingUsage,
-    Priority,
     PromptName,
-    RequestId,
-    Salt,
-    Side,
-    SpecialTokens,
-    Truncation,
-    User,
     Write,
     checked_params,
     pooling_of,
@@ -46,11 +37,9 @@ from headrace.frontend.request.vector_encodings import Endianness, NumberType, a
 from headrace.ipc.failure import InvalidRequestError
 
 
-class EncodedRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class EncodedRequest(TextFields, kw_only=True):
     """The fields of /v1/embeddings and /pooling."""
 
-    model: Model = None
-    input: Input | None = None
     encoding_format: Annotated[
         Literal["float", "base64", "bytes", "bytes_only"] | None,
         Meta(
@@ -68,17 +57,10 @@ class EncodedRequest(ConversationFields, kw_only=True, forbid_unknown_fields=Tru
     use_activation: Annotated[
         bool | None, Meta(description="Scale vectors to length 1; default: the model's own setting")
     ] = None
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: Side = None
-    add_special_tokens: SpecialTokens = None
     prompt_name: PromptName = None
     input_type: Annotated[
         str | None, Meta(description="As Cohere's: search_query, search_document, ...; or the name of a prompt")
     ] = None
-    priority: Priority = None
-    cache_salt: Salt = None
-    request_id: RequestId = None
-    user: User = None
 
 
 class EmbeddingRequest(EncodedRequest):

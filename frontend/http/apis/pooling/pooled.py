@@ -43,12 +43,21 @@ SpecialTokens = Annotated[bool | None, Meta(description="Add special tokens to t
 PromptName = Annotated[
     str | None, Meta(description="Name of a prompt of the model's folder that is put before a text, such as query")
 ]
-Priority = Annotated[
-    int | None, Meta(description="Scheduling priority, lower values first; needs --scheduling-policy priority")
-]
-Salt = Annotated[str | None, Meta(description="Cached prefixes are shared only among requests with the same salt")]
 RequestId = Annotated[str | None, Meta(description="Id of the request; also the header X-Request-Id")]
-User = Annotated[str | None, Meta(description="Accepted without effect")]
+
+
+class PooledFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all requests for vectors, scores and classes, whatever their texts are."""
+
+    model: Model = None
+    priority: Annotated[
+        int | None, Meta(description="Scheduling priority, lower values first; needs --scheduling-policy priority")
+    ] = None
+    cache_salt: Annotated[
+        str | None, Meta(description="Cached prefixes are shared only among requests with the same salt")
+    ] = None
+    request_id: RequestId = None
+    user: Annotated[str | None, Meta(description="Accepted without effect")] = None
 
 
 class PoolingUsage(msgspec.Struct):

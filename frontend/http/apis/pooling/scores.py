@@ -13,21 +13,14 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text
-from headrace.frontend.http.apis.pooling.conversations import ConversationFields
+from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
     Caller,
     How,
-    Input,
-    Model,
     PooledAnswer,
+    PooledFields,
     PoolingUsage,
-    Priority,
-    RequestId,
-    Salt,
     Side,
-    SpecialTokens,
-    Truncation,
-    User,
     Write,
     check_count,
     checked_params,
@@ -52,23 +45,34 @@ from headrace.ipc.messages import Pooling
 
 Activation = Annotated[bool | None, Meta(description="Apply the classifier's activation; default: the model's setting")]
 RawScores = Annotated[bool | None, Meta(description="Other servers' name of use_activation: false")]
-PairTruncation = Annotated[
-    Annotated[int, Meta(ge=-1)] | None,
-    Meta(description="Maximum number of tokens to keep, of both texts together; -1: as many as the model takes"),
-]
 Most = Annotated[
     Annotated[int, Meta(ge=0)] | None,
     Meta(description="Maximum number of tokens of each such text; 0: all; default: 0"),
 ]
-Instruction = Annotated[str | None, Meta(description="What relevance means, for rerankers that read an instruction")]
 Document = str | dict[str, Any]
 Texts = Document | list[Document] | None
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ScoredFields(PooledFields, kw_only=True):
+    """The fields of requests whose texts are scored in pairs."""
+
+    instruction: Annotated[
+        str | None, Meta(description="What relevance means, for rerankers that read an instruction")
+    ] = None
+    max_tokens_per_query: Most = None
+    max_tokens_per_doc: Most = None
+    use_activation: Activation = None
+    raw_scores: RawScores = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Meta(description="Maximum number of tokens to keep, of both texts together; -1: as many as the model takes"),
+    ] = None
+    truncation_side: Side = None
+
+
+class ScoreRequest(ScoredFields, kw_only=True):
     """POST /score"""
 
-    model: Model = None
     queries: Annotated[Texts, Meta(description="A text, or as many as `documents` has")] = None
     documents: Annotated[
         Texts, Meta(description='The texts that are scored; each may be an object {"content": [{"type": "text", ...}]}')
@@ -78,23 +82,11 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     data_1: Texts = None
     data_2: Texts = None
     items: Texts = None
-    instruction: Instruction = None
-    max_tokens_per_query: Most = None
-    max_tokens_per_doc: Most = None
-    use_activation: Activation = None
-    raw_scores: RawScores = None
-    truncate_prompt_tokens: PairTruncation = None
-    truncation_side: Side = None
-    priority: Priority = None
-    cache_salt: Salt = None
-    request_id: RequestId = None
-    user: User = None
 
 
-class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(ScoredFields, kw_only=True):
     """POST /rerank"""
 
-    model: Model = None
     query: Annotated[Document, Meta(description="The text to which documents are to be relevant")]
     documents: Annotated[
         list[Document],
@@ -104,33 +96,13 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     return_documents: Annotated[bool | None, Meta(description="Return the documents' texts; default: true")] = None
-    instruction: Instruction = None
-    max_tokens_per_query: Most = None
-    max_tokens_per_doc: Most = None
-    use_activation: Activation = None
-    raw_scores: RawScores = None
-    truncate_prompt_tokens: PairTruncation = None
-    truncation_side: Side = None
-    priority: Priority = None
-    cache_salt: Salt = None
-    request_id: RequestId = None
-    user: User = None
 
 
-class ClassifyRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class ClassifyRequest(TextFields, kw_only=True):
     """POST /classify"""
 
-    model: Model = None
-    input: Input | None = None
     use_activation: Activation = None
     raw_scores: RawScores = None
-    truncate_prompt_tokens: Truncation = None
-    truncation_side: Side = None
-    add_special_tokens: SpecialTokens = None
-    priority: Priority = None
-    cache_salt: Salt = None
-    request_id: RequestId = None
-    user: User = None
 
 
 SCORE_NEUTRAL: Mapping[str, Neutral] = {
@@ -186,9 +158,6 @@ class ClassifyResponse(msgspec.Struct):
     model: str
     data: list[ClassItem]
     usage: PoolingUsage
-
-
-Scored = ScoreRequest | RerankRequest
 
 
 def prepare_score(
@@ -263,7 +232,7 @@ def prepare_classify(
 
 
 def _prepared(
-    request: Scored,
+    request: ScoredFields,
     pairs: Sequence[tuple[str, str]],
     names: tuple[str, str],
     engine: Engine,
@@ -403,7 +372,7 @@ def task_of_scores(engine: Engine, model: str) -> str:
         raise ApiError(404, f"the model {model!r:.200} makes no scores: {error}", code="not_found") from error
 
 
-def _params(request: Scored | ClassifyRequest, task: str, pooling: Pooling, model: str) -> PoolingParams:
+def _params(request: ScoredFields | ClassifyRequest, task: str, pooling: Pooling, model: str) -> PoolingParams:
     activates = request.use_activation
     if request.raw_scores is not None:
         if activates is request.raw_scores:
