@@ -408,8 +408,8 @@ def _joined(parts: Sequence[Stored]) -> Stored:
         return parts[0]
     if isinstance(parts[0], GroupedWeight):
         return joined([part for part in parts if isinstance(part, GroupedWeight)])
-    if isinstance(parts[0], tuple):  # by numpy, in this thread: torch's would copy bytes that come from a file
-        return parts[0][0], torch.from_numpy(
-            np.concatenate([part[1].numpy() for part in parts if isinstance(part, tuple)])
-        )
-    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    rows = [part[1] if isinstance(part, tuple) else part for part in parts if not isinstance(part, GroupedWeight)]
+    # By numpy, in this thread: torch would divide the copy among threads that wait actively while a file is read.
+    whole = torch.from_numpy(np.concatenate([each.contiguous().view(torch.uint8).numpy() for each in rows]))
+    whole = whole.view(rows[0].dtype)
+    return (_type_name(parts[0]), whole) if isinstance(parts[0], tuple) else whole
