@@ -150,3 +150,15 @@ class LowRankExperts:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self.gate_up, *self.down) if each is not None)
+
+
+def factors_of_heads(delta: LowRank, nope_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """The rows of B, scaled, of the matrix that makes keys and values of compressed vectors (latent attention), whose
+    heads have nope_dim rows for keys and then value_dim for values: [heads, nope_dim, rank], [heads, value_dim, rank].
+
+    Raises ValueError for what the absorbed form of attention cannot add to its products."""
+    if delta.bias is not None or delta.magnitude is not None:
+        raise ValueError("biases and magnitudes (DoRA) of the matrix of keys and values are not computed")
+    heads = delta.dense_b().unflatten(0, (-1, nope_dim + value_dim))
+    keys, values = heads.split((nope_dim, value_dim), dim=1)
+    return keys, values

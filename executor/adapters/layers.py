@@ -22,7 +22,7 @@ from headrace.executor.adapters.heads import HeadDelta
 from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import Declared, ExpertStack, LayerDeclaration, Linear, size_of
+from headrace.executor.models.blocks import AttendLatent, Declared, ExpertStack, LayerDeclaration, Linear, size_of
 from headrace.executor.models.heads import HeadLinear, HeadNorm
 from headrace.executor.models.reading import own_part
 from headrace.executor.parallel.padding import GrownAxis, Span, grown_axes
@@ -112,6 +112,11 @@ class _Mapped:
             start = spec.names.layer(self.layers.prefix, index)
             for linear, unpadded in layer.linears:
                 matrices = self._matrices(start, linear, unpadded)
+                if matrices and linear.matrices[0][0] == spec.names.latent_up and self.adapter.config.invocation_tokens:
+                    raise self._error(
+                        f"{matrices[0].name}: an activated adapter changes tokens from one on, and this matrix the "
+                        "keys and values of all"
+                    )
                 if index in own and matrices:
                     found[start + linear.matrices[0][0]] = self._low_rank(linear, matrices)
             for stack, whole in layer.stacks:
@@ -585,8 +590,13 @@ def _of_even_rank(a: Tensor) -> Tensor:
 
 
 def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:
+    """With the matrix that attention over compressed vectors multiplies with itself."""
     parts: list[Declared] = [*declaration.mixer.values(), *declaration.ffn.values(), *declaration.stream.values()]
-    return (each for each in parts if isinstance(each, Linear))
+    for each in parts:
+        if isinstance(each, Linear):
+            yield each
+        elif isinstance(each, AttendLatent):
+            yield Linear(((each.up, each.up_rows),), each.latent_dim)
 
 
 def _own(tensor: Tensor, grown: GrownAxis | None, own: slice | None) -> Tensor:

@@ -163,7 +163,10 @@ def _packed(adapter: Adapter, target: _Target) -> _Loaded:
     for name in deltas:
         if name not in target.tables:
             raise ModelError(f"the adapter {adapter.path} changes {name} and its like, which adapters cannot here")
-    packed = {name: target.tables[name].pack(delta) for name, delta in deltas.items()}
+    try:
+        packed = {name: target.tables[name].pack(delta) for name, delta in deltas.items()}
+    except ValueError as error:
+        raise ModelError(f"the adapter {adapter.path}: {error}") from error
     return _Loaded(packed, adapter if reads_base else None)
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
-from headrace.executor.cpu.weights import CpuWeights
+from headrace.executor.cpu.weights import CpuDeltas, CpuWeights, PackedDeltas
 from headrace.executor.models.blocks import Attend, AttendLatent
 from headrace.executor.models.reading import own_part, own_slopes
 from headrace.kernels.cpu.facade import NEVER, AttentionLayer, Buffer, LatentLayer, Norm, PackedLinear
+from headrace.kernels.low_rank import LowRank, LowRankPart, factors_of_heads
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class CpuLatent:
     """[value_dim, latent_dim] each"""
     up: Tensor
     """[heads of this rank, nope_dim + value_dim, latent_dim]: keys and values together, for the expanded form"""
+    deltas: LatentDeltas | None = None
+    """None where adapters cannot change them."""
 
     @classmethod
     def read(cls, weights: CpuWeights, declared: AttendLatent, prefix: str) -> CpuLatent:
@@ -80,7 +83,13 @@ class CpuLatent:
         heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
         keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
         packed_keys = tuple(weights.pack(each.T.contiguous()) for each in keys)
-        return cls(declared, packed_keys, tuple(weights.pack(each.contiguous()) for each in values), heads)
+        packed_values = tuple(weights.pack(each.contiguous()) for each in values)
+        deltas = None
+        if (limits := weights.adapters) is not None:
+            by_head = CpuDeltas.of((*packed_keys, *packed_values), limits)
+            deltas = LatentDeltas(by_head.tables, by_head.first_rows, declared)
+            weights.adapter_tables[prefix + declared.up] = deltas
+        return cls(declared, packed_keys, packed_values, heads, deltas)
 
     def write(self, ops: ProgramOps, query: Buffer, latent: Buffer) -> Buffer:
         """Uses the absorbed form, which reads each cached vector once for all heads. Sequences that compute many tokens
@@ -93,19 +102,43 @@ class CpuLatent:
             num_heads, declared.nope_dim, ops.cache, declared.scale, rotary, interleaved=declared.interleaved
         )
         absorbed = ops.room(num_heads * layer.vector_dim, torch.float32)
+        tables = (None,) * (2 * num_heads) if self.deltas is None else self.deltas.tables
         for head, weight in enumerate(self.keys):
             own = query.part(head * layer.head_dim, declared.nope_dim)
-            builder.linear(weight, own, absorbed.part(head * layer.vector_dim, declared.latent_dim))
+            to = absorbed.part(head * layer.vector_dim, declared.latent_dim)
+            builder.linear(weight, own, to, deltas=tables[head])
         builder.write_latent(query, absorbed, latent, layer)
         attended = ops.room(num_heads * declared.latent_dim, ops.inner)
         only_logits = ops.repeats_from_here()
         least = NEVER if only_logits or ops.batch_invariant else layer.least_expanded(declared.value_dim)
-        builder.attend_latent(absorbed, attended, layer, most_tokens=least - 1, only_logits=only_logits)
+        builder.attend_latent(
+            absorbed, attended, layer, most_tokens=least - 1, only_logits=only_logits, adapted=tables[0]
+        )
         compressed = ops.narrowed(attended, own=False)
         out = ops.room(num_heads * declared.value_dim, ops.inner)
         for head, weight in enumerate(self.values):
             own = compressed.part(head * declared.latent_dim, declared.latent_dim)
-            builder.linear(weight, own, out.part(head * declared.value_dim, declared.value_dim))
+            to = out.part(head * declared.value_dim, declared.value_dim)
+            builder.linear(weight, own, to, deltas=tables[num_heads + head])
         if least < NEVER:
-            builder.attend_expanded(query, absorbed, latent, out, layer, self.up)
+            builder.attend_expanded(query, absorbed, latent, out, layer, self.up, adapted=tables[0])
         return out
+
+
+@dataclass(frozen=True)
+class LatentDeltas(CpuDeltas):
+    """The adapters of the up-projection of latent attention: tables of each head's keys, whose transpose the absorbed
+    form multiplies with, then of each head's values."""
+
+    declared: AttendLatent
+
+    def pack(self, delta: LowRank) -> PackedDeltas:
+        """delta: of the rows of this rank's heads, nope_dim for keys, then value_dim for values, each."""
+        declared = self.declared
+        keys, values = factors_of_heads(delta, declared.nope_dim, declared.value_dim)
+        turned = LowRankPart(0, 0, delta.a.T)
+        each = [
+            *(LowRank(declared.latent_dim, own.T.contiguous(), (turned,)) for own in keys),
+            *(LowRank(declared.value_dim, delta.a, (LowRankPart(0, 0, own),)) for own in values),
+        ]
+        return PackedDeltas(tuple(table.pack(own) for table, own in zip(self.tables, each, strict=True)))

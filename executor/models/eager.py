@@ -27,7 +27,7 @@ from headrace.executor.step.adapters import TokenAdapters
 from headrace.kernels.grouped import GroupedWeight, joined
 from headrace.kernels.low_rank import EmbeddingDelta
 from headrace.kernels.reference.attention import AttentionParams
-from headrace.kernels.reference.latent import LatentUp
+from headrace.kernels.reference.latent import LatentUp, TorchLatentDeltas
 from headrace.kernels.reference.low_rank import LinearDeltas
 from headrace.kernels.reference.moe import AdaptableExperts, AdaptedExperts, ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
@@ -365,6 +365,9 @@ class EagerAttend:
 class EagerLatent:
     """An `AttendLatent` with its up-projection and its kernels."""
 
+    takes_adapters = True
+    """Whether adapters may change the up-projection."""
+
     def __init__(self, weights: EagerWeights, declared: blocks.AttendLatent, prefix: str) -> None:
         self._declared, self._num_heads = declared, declared.num_heads // weights.place.tp_size
         rows, name = declared.up_rows, prefix + declared.up
@@ -373,6 +376,11 @@ class EagerLatent:
         keys, values = stacked.unflatten(0, (self._num_heads, -1)).split((declared.nope_dim, declared.value_dim), 1)
         self._up = LatentUp(keys.contiguous(), values.transpose(1, 2).contiguous())
         weights.nbytes += stacked.nbytes
+        self._deltas: TorchLatentDeltas | None = None
+        if weights.adapters is not None and self.takes_adapters:
+            sizes = declared.nope_dim, declared.value_dim
+            self._deltas = TorchLatentDeltas(weights.adapters.slots, *sizes, weights.device)
+            weights.adapter_tables[name] = self._deltas
         self._rope_index, self._params = weights.ropes.index(declared.rope), AttentionParams(declared.scale)
         self._rotate = weights.kernel("rotary", head_dim=declared.rope_dim)
         self._write = weights.kernel("write_cache", head_dim=declared.latent_dim + declared.rope_dim)
@@ -388,7 +396,11 @@ class EagerLatent:
         [num_tokens, heads * value_dim]"""
         query, vector = self.rotated(query, latent, step)
         self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
-        attended = self._attend(query, self._up, cache.keys, step.batch, self._params, cache.scales)
+        given = query, self._up, cache.keys, step.batch, self._params, cache.scales
+        attended: Tensor = self._attend(*given)
+        adapters, deltas = step.adapters, self._deltas
+        if adapters is not None and deltas is not None and len(rows := deltas.rows(adapters)):
+            attended[rows] = deltas.attention(*given, adapters)[rows]
         return attended.reshape(len(query), -1)
 
     def rotated(self, query: Tensor, latent: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ CHOSEN = "chosen keys"
 class EagerChosen(EagerLatent):
     """An `AttendChosen` with its kernels."""
 
+    takes_adapters = False
+
     def __init__(self, weights: EagerWeights, declared: AttendChosen, prefix: str) -> None:
         super().__init__(weights, declared, prefix)
         self._own = declared

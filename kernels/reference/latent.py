@@ -9,15 +9,17 @@ key. A head's keys and values are projections of the compressed vector. Two form
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.low_rank import AdaptedTokens, LowRank, factors_of_heads
 from headrace.kernels.reference.attention import (
     QUERY_TILE_TOKENS,
     AttentionParams,
@@ -89,6 +91,73 @@ def project_values(attended: Tensor, up: LatentUp) -> Tensor:
     attended [num_tokens, num_heads, at least latent_dim], the rest ignored -> [num_tokens, num_heads, value_dim]"""
     compressed = attended[..., : up.values.shape[1]]
     return torch.bmm(compressed.transpose(0, 1), up.values).transpose(0, 1)
+
+
+class TorchLatentDeltas:
+    """The adapters of a layer's up-projections, by slot, in float32. With one, K and V of a head become K + B A and
+    V + B A, in the absorbed form."""
+
+    def __init__(self, num_slots: int, nope_dim: int, value_dim: int, device: torch.device) -> None:
+        self._sizes, self._device = (nope_dim, value_dim), device
+        self._slots: list[LatentFactors | None] = [None] * num_slots
+
+    def pack(self, delta: LowRank) -> LatentFactors:
+        """delta: of the heads' rows. Raises ValueError for what cannot be computed."""
+        return LatentFactors(delta.a.float(), *factors_of_heads(delta, *self._sizes))
+
+    def put(self, slot: int, packed: LatentFactors | None) -> None:
+        self._slots[slot] = None if packed is None else packed.to(self._device)
+
+    def rows(self, adapters: AdaptedTokens) -> np.ndarray:
+        """The tokens with an adapter that changes these projections."""
+        held = [slot for slot, each in enumerate(self._slots) if each is not None]
+        return np.flatnonzero(np.isin(adapters.slots, held).any(0))
+
+    def attention(
+        self,
+        query: Tensor,
+        up: LatentUp,
+        cache: Tensor,
+        batch: PagedBatch,
+        params: AttentionParams,
+        scales: CacheScales | None,
+        adapters: AdaptedTokens,
+    ) -> Tensor:
+        """As `latent_attention`, of all tokens with their adapters."""
+        nope_dim, latent_dim = up.keys.shape[1:]
+        absorbed = absorb(query, up)
+        for rows, scale, held in self._held(adapters):
+            low = torch.einsum("nhd,hdr->nhr", query[rows][..., :nope_dim].float(), held.keys)
+            added = absorbed[rows][..., :latent_dim].float() + scale * (low @ held.a)
+            absorbed[rows, :, :latent_dim] = added.to(absorbed.dtype)
+        attended = paged_attention(absorbed, cache, cache, batch, params, scales)
+        out = project_values(attended, up)
+        for rows, scale, held in self._held(adapters):
+            low = attended[rows][..., :latent_dim].float() @ held.a.T
+            added = out[rows].float() + scale * torch.einsum("nhr,hvr->nhv", low, held.values)
+            out[rows] = added.to(out.dtype)
+        return out
+
+    def _held(self, adapters: AdaptedTokens) -> Iterator[tuple[np.ndarray, float, LatentFactors]]:
+        for slot, scale, rows in adapters.groups():
+            if (held := self._slots[slot]) is not None:
+                yield rows, scale, held
+
+
+@dataclass(frozen=True, eq=False)
+class LatentFactors:
+    """One adapter's part of a layer's up-projections."""
+
+    a: Tensor  # [rank, latent_dim]
+    keys: Tensor  # [num_heads, nope_dim, rank]: rows of B, scaled
+    values: Tensor  # [num_heads, value_dim, rank]
+
+    def to(self, device: torch.device) -> LatentFactors:
+        return LatentFactors(self.a.to(device), self.keys.to(device), self.values.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.keys.nbytes + self.values.nbytes
 
 
 def without_sequences(batch: PagedBatch, sequences: list[int]) -> PagedBatch:

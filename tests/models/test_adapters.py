@@ -196,13 +196,19 @@ ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("phi3", ""), ("nine_heads", ""), *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends"))],
+    [
+        ("phi3", ""),
+        ("nine_heads", ""),
+        ("deepseek_v3_moe", "latent"),
+        *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends")),
+    ],
 )
 def test_ranks_divide_the_factors_as_the_matrices(name: str, form: str, tmp_path: Path) -> None:
     kind, changes = ODD.get(name, (name, {}))
     model = tiny_models.build(kind, **changes)
     models = PeftModels(model, tmp_path)
-    path = str(models.make("one", **VARIANTS.get(form, {})))
+    targets = {"target_modules": ["kv_b_proj", "q_b_proj", "o_proj"]} if form == "latent" else VARIANTS.get(form, {})
+    path = str(models.make("one", **targets))
     spec, source = spec_of(model), DictSource(state_of(model))
     uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(0, 1.0),))
 
@@ -282,6 +288,62 @@ def test_adapters_of_an_fp8_mixture_see_the_inputs_unquantised(kind: str, tmp_pa
         assert answer == expected.argmax(-1).tolist()
         assert float(((found - expected) ** 2).mean().sqrt() / expected.std()) < 1e-3
     assert float((logits[0] - models.logits("", PROMPTS[0], answers[0])).abs().max()) > 1e-2
+
+
+LATENT: dict[str, list[str]] = {
+    "up": ["kv_b_proj"],
+    "all": ["kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "down_proj"],
+    "others": ["kv_a_proj_with_mqa", "q_a_proj"],
+}
+"""Modules of latent attention that adapters change. All answers are of both forms, absorbed and expanded."""
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+def test_adapters_of_latent_attention_equal_peft(kind: str, tmp_path: Path) -> None:
+    models = PeftModels(reference("deepseek_v3_moe"), tmp_path)
+    (decoder, slots), (plain, _) = (make("deepseek_v3_moe", kind, limits=each) for each in (LIMITS, None))
+    for slot, (name, targets) in enumerate(LATENT.items()):
+        slots.load(slot, str(models.make(name, seed=slot, r=3 + slot, target_modules=targets)))
+    prompts, names = [PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[0]], ("", "up", "all", "others")
+    uses = ((), (RowAdapter(0, 1.0),), (RowAdapter(1, 1.0),), (RowAdapter(2, 1.0),))
+    for chunk in (64, 5):
+        answers, logits = Driver(decoder).greedy(prompts, NEW_TOKENS, chunk=chunk, budget=64, adapters=uses)
+        for prompt, name, answer, rows in zip(prompts, names, answers, logits, strict=True):
+            expected = models.logits(name, prompt, answer)
+            assert answer == expected.argmax(-1).tolist(), name
+            assert float((rows - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), name
+        if kind == "program":
+            _, alone = Driver(plain).greedy(prompts[:1], NEW_TOKENS, chunk=chunk)
+            assert torch.equal(logits[0], alone[0]), "the model alone beside others"
+    changed = models.logits("up", PROMPTS[0], answers[1]) - models.logits("", PROMPTS[0], answers[1])
+    assert float(changed.abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["eager", "program"])
+def test_several_scaled_adapters_of_latent_attention_add_up(kind: str, tmp_path: Path) -> None:
+    models = PeftModels(reference("deepseek_v3_moe"), tmp_path)
+    decoder, slots = make("deepseek_v3_moe", kind)
+    for slot, name in enumerate(("one", "two")):
+        slots.load(slot, str(models.make(name, seed=slot, target_modules=LATENT["up"])))
+    models.add("sum", ("one", "two"), (0.5, -2.0))
+    uses = ((RowAdapter(0, 0.5), RowAdapter(1, -2.0)),)
+    answers, logits = Driver(decoder).greedy(PROMPTS[:1], NEW_TOKENS, chunk=64, adapters=uses)
+    check(answers, logits, models, ("sum",))
+
+
+def test_what_latent_attention_cannot_take_is_refused(tmp_path: Path) -> None:
+    models = PeftModels(reference("deepseek_v3_moe"), tmp_path)
+    _, slots = make("deepseek_v3_moe", "program")
+    dora = models.make("dora", target_modules=LATENT["up"], use_dora=True)
+    with pytest.raises(ModelError, match=r"dora: biases and magnitudes \(DoRA\) of the matrix of keys"):
+        slots.load(0, str(dora))
+    activated = models.make("activated", target_modules=LATENT["up"], alora_invocation_tokens=[5, 6])
+    with pytest.raises(ModelError, match=r"kv_b_proj: an activated adapter changes tokens from one on"):
+        slots.load(0, str(activated))
+    sparse = PeftModels(reference("deepseek_v32"), tmp_path)
+    _, slots = make("deepseek_v32", "eager")
+    with pytest.raises(ModelError, match=r"kv_b_proj and its like, which adapters cannot here"):
+        slots.load(0, str(sparse.make("sparse", target_modules=LATENT["up"])))
 
 
 STACKED = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3_moe")

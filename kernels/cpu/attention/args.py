@@ -73,6 +73,7 @@ class AttentionArgs(ctypes.Structure):
         ("most_tokens", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("only_logits", ctypes.c_int32),
+        ("never_skipped", ctypes.c_void_p),
     )
 
 
@@ -110,4 +111,5 @@ class LatentExpandedArgs(ctypes.Structure):
         ("value_dim", ctypes.c_int32),
         ("least_tokens", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
+        ("skipped", ctypes.c_void_p),
     )

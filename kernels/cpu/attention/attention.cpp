@@ -81,7 +81,8 @@ class Division {
     const bool all = args_.only_logits == 0 || fuses_decode(args_.source, step_) || step_.num_logits == step_.num_tokens;
     for (int64_t seq = 0; seq < step_.num_seqs; ++seq) {
       const int first = step_.query_start[seq], end = step_.query_start[seq + 1];
-      if (args_.most_tokens > 0 && end - first > args_.most_tokens) continue;
+      const bool is_long = args_.most_tokens > 0 && end - first > args_.most_tokens;
+      if (is_long && !is_adapted(step_, args_.never_skipped, end - 1)) continue;
       const int past = step_.seq_lens[seq] - (end - first);
       for (int row = first; row < end; row += shape_.tokens_per_item) {
         Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0, 0};

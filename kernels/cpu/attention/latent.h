@@ -40,6 +40,7 @@ struct LatentExpandedArgs {
   int32_t value_dim;
   int32_t least_tokens;  // sequences that compute fewer tokens are skipped
   DType output_type;
+  const struct Delta* const* skipped;  // slots of adapters, or null: sequences with an adapter in them are skipped
 };
 
 void latent_write(const void* args, const Step& step, int thread, int num_threads);

@@ -16,6 +16,7 @@
 #include "attention/stage.h"
 #include "attention/worker.h"
 #include "attention/latent.h"
+#include "linear/deltas.h"
 
 namespace headrace {
 
@@ -244,7 +245,8 @@ void run_expanded(const LatentExpandedArgs& args, const Step& step, int thread, 
   const auto for_each_sequence = [&](auto visit) {
     for (int64_t seq = 0; seq < step.num_seqs; ++seq) {
       const int count = step.query_start[seq + 1] - step.query_start[seq];
-      if (count >= args.least_tokens) visit(seq, count);
+      const bool is_skipped = count < args.least_tokens || is_adapted(step, args.skipped, step.query_start[seq + 1] - 1);
+      if (!is_skipped) visit(seq, count);
     }
   };
   for_each_sequence([&](int64_t, int count) { tokens += count; });

@@ -56,6 +56,17 @@ struct Delta {
   int32_t replaces;  // 1: B is another W, [n, k], and y is x itself: the sum becomes s + scale * (x B^T - s)
 };
 
+// Whether a row of the step has an adapter that changes a weight with these slots.
+inline bool is_adapted(const Step& step, const Delta* const* slots, int64_t row) {
+  if (!step.adapters || !slots) return false;
+  const RowAdapters& rows = step.adapters[0];
+  for (int64_t use = 0; use < rows.most_used; ++use) {
+    const int32_t pair = rows.pair_of[use * rows.num_rows + row];
+    if (pair >= 0 && slots[rows.slot_of[pair]]) return true;
+  }
+  return false;
+}
+
 struct DeltaSite {
   const Delta* const* slots;  // by slot: of each weight of a stack, or of the one weight; null: they stay as they are
   char* y;             // [pairs, columns]: two of these alternate, since threads may still be reading the last

@@ -83,14 +83,17 @@ class DeltaTable:
         self._slots[slot] = None if packed is None else ctypes.addressof(packed.deltas)
         self._held[slot] = packed
 
+    @property
+    def slots_address(self) -> int:
+        """Of a pointer for each slot, which is null while it leaves the weight as it is."""
+        return ctypes.addressof(self._slots)
+
     def describe(self, room: Tensor | None = None) -> DeltaSiteC:
         """The argument of an op. room: for y, which the op overwrites; experts have their own."""
         type_name = FLOAT_TYPES[self._dtype]
         tiles = tiles_of(self._weight.runtime.library, type_name)
         number = WEIGHT_TYPES[type_name].number
-        return DeltaSiteC(
-            slots=ctypes.addressof(self._slots), y=None if room is None else pointer(room), tiles=tiles, type=number
-        )
+        return DeltaSiteC(slots=self.slots_address, y=None if room is None else pointer(room), tiles=tiles, type=number)
 
     def scratch_bytes(self) -> int:
         """Of each thread."""

@@ -450,10 +450,12 @@ class Builder:
         *,
         most_tokens: int = 0,
         only_logits: bool = False,
+        adapted: DeltaTable | None = None,
     ) -> None:
         """Paged attention of absorbed queries, after `write_latent`: layer.latent_dim columns of `out` per head.
 
-        If most_tokens is not 0, the rows of sequences that compute more tokens are left undefined."""
+        If most_tokens is not 0, the rows of sequences that compute more tokens are left undefined, but for those with
+        an adapter in `adapted`."""
         require_same(out.columns, layer.num_heads * layer.latent_dim, "attention's output", "its heads'")
         source = RotaryArgs(
             query=absorbed.address,
@@ -464,18 +466,29 @@ class Builder:
         )
         args = AttentionArgs(source=source, scale=layer.scale, value_dim=layer.latent_dim, only_logits=only_logits)
         args.most_tokens = most_tokens
+        args.never_skipped = None if adapted is None else adapted.slots_address
         self._attend(args, absorbed, out, layer)
 
     def attend_expanded(
-        self, query: Buffer, absorbed: Buffer, latent: Buffer, out: Buffer, layer: LatentLayer, up: Tensor
+        self,
+        query: Buffer,
+        absorbed: Buffer,
+        latent: Buffer,
+        out: Buffer,
+        layer: LatentLayer,
+        up: Tensor,
+        *,
+        adapted: DeltaTable | None = None,
     ) -> None:
         """The expanded form of attention, after `write_latent`, for sequences that compute at least
-        `layer.least_expanded` tokens: value_dim columns of `out` per head. Other rows are not changed.
+        `layer.least_expanded` tokens and have no adapter in `adapted`: value_dim columns of `out` per head. Other rows
+        are not changed.
 
         up: [num_heads, nope_dim + value_dim, latent_dim]."""
         keys = layer.cache.keys
         packed = PackedLatentUp.of(up, layer.nope_dim, keys, self.runtime.library)
         args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
+        args.skipped = None if adapted is None else adapted.slots_address
         self._need(0, self.runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
         reads, name = (query, absorbed, pointer(keys)), "hr_op_latent_expanded"
         self._add("attention", name, args, reads, (out,), keep=(layer, packed), skipped_when_single=True)
