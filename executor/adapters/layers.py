@@ -147,9 +147,10 @@ class _Mapped:
         factors = self._factors_of_experts(start, stack, unpadded)
         if not factors:
             return None
-        own = None if place.has_whole_experts(count) else own_part(stack.inner, place)
+        is_whole = place.has_whole_experts(count)
+        own = None if is_whole else own_part(stack.inner, place)
         gate_ups, downs = list[LowRank | None](), list[LowRank | None]()
-        for expert in place.experts(count):
+        for expert in range(count) if is_whole and place.balances_experts else place.experts(count):
             pair = [factors.get(start + names[expert]) for names in (stack.gates, stack.ups)]
             gate_ups.append(_side_by_side(pair, self._inner(stack, unpadded), own, stack.hidden))
             downs.append(_from_inner(factors.get(start + stack.downs[expert]), self._inner(stack, unpadded), own))

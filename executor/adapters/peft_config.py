@@ -92,8 +92,16 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         content = json.loads(read_file(path, MOST_CONFIG_BYTES))
     except OSError as error:
-        kind = MissingAdapterError if isinstance(error, FileNotFoundError) else ModelError
-        raise kind(f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}") from error
+        kind, hint = ModelError, ""
+        if isinstance(error, FileNotFoundError):
+            kind = MissingAdapterError
+            below = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG_NAME}"))  # peft's for named adapters
+            hint = (
+                f"give one of the folders in it that are adapters: {printable(', '.join(below))[:200]}" if below else ""
+            )
+        raise kind(
+            f"the adapter {folder} has no readable {CONFIG_NAME}: {error.strerror or error}", hint=hint
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -232,14 +232,14 @@ class CpuWeights(CheckedWeights):
         biases = self.expert_biases(declared, prefix) if declared.bias else None
         places, loads = self.expert_places(declared)
         deltas = None
-        if self.adapters is not None and loads is None:  # balanced experts change their places
-            deltas = ExpertDeltas.of(gate_ups[0], downs[0], self.slot_limits)
+        if self.adapters is not None:
+            deltas = ExpertDeltas.of(gate_ups[0], downs[0], self.slot_limits, None if loads is None else experts)
             self.adapter_tables[prefix + declared.gates[0]] = deltas
         packed = PackedExperts(
             tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads, deltas=deltas
         )
         if places is not None and loads is not None:
-            self.note_balanced(packed, places, loads)
+            self.note_balanced(packed, places, loads, deltas)
         return packed
 
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:

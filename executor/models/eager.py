@@ -456,15 +456,16 @@ class EagerExperts:
         given = () if biases is None else (biases,)
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         self._adapted: AdaptedExperts | None = None
-        if weights.adapters is not None and self._loads is None and isinstance(self._experts, AdaptableExperts):
-            self._adapted, weights.adapter_tables[prefix + declared.gates[0]] = self._experts.adaptable(
-                weights.slot_limits
+        deltas: Any = None
+        if weights.adapters is not None and isinstance(self._experts, AdaptableExperts):
+            self._adapted, deltas = self._experts.adaptable(
+                weights.slot_limits, None if self._loads is None else list(experts)
             )
-            self._experts = self._adapted
+            self._experts, weights.adapter_tables[prefix + declared.gates[0]] = self._adapted, deltas
         weights.nbytes += self._experts.nbytes
         if self._places is not None and self._loads is not None:
             movable: Any = self._experts  # a CPU's packed experts are MovableExperts
-            weights.note_balanced(movable, self._places, self._loads)
+            weights.note_balanced(movable, self._places, self._loads, deltas)
 
     def __call__(
         self,

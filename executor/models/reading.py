@@ -238,10 +238,11 @@ class CheckedWeights:
         most_used = min(self.adapters.max_loras, MOST_USED)
         return SlotLimits(getattr(torch, self.adapters.dtype), self.adapters.slots, most_used, self.adapters.max_rank)
 
-    def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor) -> None:
-        """Records experts that load balancing may move between ranks."""
+    def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor, deltas: Any = None) -> None:
+        """Records experts that load balancing may move between ranks. deltas: their `MovableDeltas`, if adapters change
+        them."""
         placement = self.place.expert_placement(len(places.replicas))
-        self.balanced.append(BalancedExperts(experts, places, loads, [list(each) for each in placement]))
+        self.balanced.append(BalancedExperts(experts, places, loads, [list(each) for each in placement], deltas))
 
     def expert_biases(self, declared: ExpertStack, prefix: str) -> tuple[Tensor, Tensor]:
         """Biases of this rank's experts, float32: [num_experts, 2 * inner] of gate and up, [num_experts, hidden] of

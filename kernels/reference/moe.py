@@ -126,11 +126,14 @@ class ExpertWeights(Protocol):
 
 @runtime_checkable
 class AdaptableExperts(ExpertWeights, Protocol):
-    """Experts that adapters may change, all but those in places that load balancing changes."""
+    """Experts that adapters may change."""
 
-    def adaptable(self, limits: SlotLimits) -> tuple[AdaptedExperts, Any]:
+    def adaptable(self, limits: SlotLimits, own: Sequence[int] | None = None) -> tuple[AdaptedExperts, Any]:
         """The same weights, which adapters change, and the table of the adapters: `pack(LowRankExperts)`, `put(slot,
-        packed)`."""
+        packed)`.
+
+        own: with load balancing, which of the layer's experts these are; what is packed is then of all, and the table
+        is `MovableDeltas`."""
         ...
 
 
@@ -153,6 +156,14 @@ class MovableExperts(ExpertWeights, Protocol):
         ...
 
 
+class MovableDeltas(Protocol):
+    """The adapters of experts that load balancing moves."""
+
+    def move(self, own: Sequence[int]) -> None:
+        """own: which of the layer's experts are in these places from the next step on."""
+        ...
+
+
 class TorchExperts:
     """Experts in the layout of the checkpoint. Shares the tensors that it is given."""
 
@@ -160,8 +171,10 @@ class TorchExperts:
         self.gate_up, self.down, self.activation, self.biases = gate_up, down, activation, biases
         self._deltas: TorchExpertDeltas | None = None
 
-    def adaptable(self, limits: SlotLimits) -> tuple[AdaptedExperts, TorchExpertDeltas]:
-        self._deltas = TorchExpertDeltas(limits)
+    def adaptable(
+        self, limits: SlotLimits, own: Sequence[int] | None = None
+    ) -> tuple[AdaptedExperts, TorchExpertDeltas]:
+        self._deltas = TorchExpertDeltas(limits, own)
         return self, self._deltas
 
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -213,9 +226,13 @@ class TorchExperts:
 class TorchExpertDeltas:
     """The adapters of a layer's experts, by slot."""
 
-    def __init__(self, limits: SlotLimits) -> None:
-        self._dtype = limits.dtype
+    def __init__(self, limits: SlotLimits, own: Sequence[int] | None) -> None:
+        self._dtype, self._own = limits.dtype, own
         self._slots: dict[int, LowRankExperts] = {}
+
+    def move(self, own: Sequence[int]) -> None:
+        """As `MovableDeltas.move`."""
+        self._own = list(own)
 
     def pack(self, delta: LowRankExperts) -> LowRankExperts:
         return delta.to(self._dtype)
@@ -236,10 +253,10 @@ class TorchExpertDeltas:
         adapters: AdaptedTokens,
     ) -> None:
         """Adds to the product of an expert's rows x what their adapters add. tokens: of the step, [num_rows] int64"""
-        index = tokens.numpy()
+        index, own = tokens.numpy(), expert if self._own is None else self._own[expert]
         for slot, scale, chosen in adapters.groups():
             stack = self._slots.get(slot)
-            delta: LowRank | None = None if stack is None else getattr(stack, side)[expert]
+            delta: LowRank | None = None if stack is None else getattr(stack, side)[own]
             mine = np.flatnonzero(np.isin(index, chosen))
             if delta is not None and len(mine):
                 change = delta.added(x[mine].to(self._dtype), product[mine], scale)

@@ -213,6 +213,14 @@ def test_a_file_of_an_adapter_leads_to_its_folder(tmp_path: Path) -> None:
     assert refusal.value.hint == f"give its folder, {path}"
 
 
+def test_folders_that_peft_names_after_adapters_are_led_to(tmp_path: Path) -> None:
+    for name in ("sql", "chat"):
+        write(tmp_path / name)
+    with pytest.raises(MissingAdapterError, match=r"has no readable adapter_config\.json") as refusal:
+        slots().load(0, str(tmp_path))
+    assert refusal.value.hint == "give one of the folders in it that are adapters: chat, sql"
+
+
 def test_a_repositorys_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(write(tmp_path / "adapter"))
     asked = list[tuple[str, str | None, list[str]]]()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import quantised_checkpoints as made
 import tiny_models
@@ -31,8 +32,10 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World
+from headrace.executor.step.adapters import TokenAdapters
 from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.failure import ModelError
+from headrace.kernels.low_rank import LowRank, LowRankExperts, LowRankPart, SlotLimits
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -372,6 +375,40 @@ def test_adapters_of_stacked_experts_equal_peft(name: str, kind: str, tmp_path: 
         plain, _ = make(name, "program", limits=None)
         _, alone = Driver(plain).greedy(PROMPTS, NEW_TOKENS, chunk=16)
         assert torch.equal(logits[1], alone[1])
+
+
+@pytest.mark.parametrize("choose", [kernels.choose, kernels.choose_reference])
+def test_tables_of_experts_that_move_have_the_parts_of_those_that_are_there(choose: Callable[..., Any]) -> None:
+    hidden, inner, generator = 16, 8, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def of_one(rows: int, columns: int) -> LowRank:
+        return LowRank(rows, random(2, columns), (LowRankPart(0, 0, random(rows, 2)),))
+
+    gate_up, down, x = random(2, 2 * inner, hidden), random(2, hidden, inner), random(6, hidden)
+    all_of_them = [(of_one(2 * inner, hidden), of_one(hidden, inner)) for _ in range(4)]
+    ids, shares = torch.tensor([[0, 1], [1, 0], [0, -1]] * 2), torch.full((6, 2), 0.5)
+    tokens = TokenAdapters(np.array([[0, 0, 0, -1, 1, 0]], np.int32), np.ones((1, 6), np.float32))
+    facts = {"hidden": hidden, "inner": inner, "num_experts": 2, "activation": "silu", "has_biases": False}
+    make_experts = choose("experts", device=torch.device("cpu"), dtype=torch.float32, **facts)
+
+    def adapted(own: list[int] | None) -> tuple[Any, Any]:
+        adapted, table = make_experts(gate_up, down, "silu").adaptable(SlotLimits(torch.float32, 2, 1, 2), own)
+        return adapted, table
+
+    moving, table = adapted([2, 0])
+    table.put(0, table.pack(LowRankExperts(*map(tuple, zip(*all_of_them, strict=True)))))
+    for own in ([2, 0], [3, 1], [0, 3]):
+        table.move(own)
+        there, fixed = adapted(None)
+        fixed.put(0, fixed.pack(LowRankExperts(*map(tuple, zip(*(all_of_them[each] for each in own), strict=True)))))
+        found, wanted = (each.apply_adapted(x, ids, shares, tokens) for each in (moving, there))
+        assert torch.equal(found, wanted)
+    table.put(0, None)
+    table.move([1, 2])
+    assert torch.equal(moving.apply_adapted(x, ids, shares, tokens), moving.apply(x, ids, shares))
 
 
 def test_adapters_of_single_experts_are_those_of_the_stack(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
+from rank_threads import RankThreads, pool_for_each_rank
+from test_adapters import EXPERTS
 from tiny_gguf import save_gguf
 from tiny_models import state_of
 from tiny_recurrent import FAMILIES
@@ -28,6 +30,7 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.adapters import RowAdapter
 
+__all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 ENGINE: dict[str, Any] = {
     "in_process": True,
     "dtype": "float32",
@@ -173,6 +176,26 @@ def test_an_adapter_that_is_loaded_while_new_weights_are_read_follows_them(
     wanted = moved.logits("dora", PROMPTS[0], first)
     assert first == second == wanted.argmax(-1).tolist()
     assert torch.equal(*logits)
+
+
+def test_adapters_of_experts_follow_them_to_other_ranks(tmp_path: Path) -> None:
+    """With copies of some experts, and one adapter that is loaded once they have moved."""
+    model = tiny_models.build("qwen3_moe")
+    model.save_pretrained(tmp_path / "model")
+    models = PeftModels(model, tmp_path)
+    targets = {"target_modules": ["o_proj"], "target_parameters": EXPERTS}
+    loras = [LoRARequest(f"a{n}", n, str(models.make(f"a{n}", seed=n, **targets))) for n in (1, 2)]
+    balanced: dict[str, Any] = {
+        **{"tensor_parallel_size": 2, "distributed_executor_backend": f"{RankThreads.__module__}:RankThreads"},
+        **{"enable_expert_parallel": True, "enable_eplb": True},
+        "eplb_config": {"step_interval": 4, "window_size": 3, "num_redundant_experts": 3},
+    }
+    with LLM(str(tmp_path / "model"), **ENGINE, **balanced, skip_tokenizer_init=True) as llm:
+        for each in (loras[0], None, loras[0], loras[1], loras[0]):
+            expect(llm, models, each)
+        balance = llm.get_stats().expert_balance
+        assert balance is not None
+        assert balance.rearrangements > 2
 
 
 RECURRENT = {

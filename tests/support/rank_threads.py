@@ -24,6 +24,7 @@ from headrace.executor.parallel.rank_place import (
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Executor
 from headrace.executor.rank import Report
+from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu.linear.linear import runtime
@@ -117,6 +118,15 @@ class RankThreads(Executor):
         for result in results[self._replying + 1 :]:  # of the same stage
             assert result.token_ids.tolist() == results[self._replying].token_ids.tolist()
         return results[self._replying]
+
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        """Beside steps, on the caller's thread."""
+        facts = [rank.load_adapter(slot, path, is_3d=is_3d) for rank in self._ranks]
+        return facts[0]
+
+    def drop_adapter(self, slot: int) -> None:
+        for rank in self._ranks:
+            rank.drop_adapter(slot)
 
     def stop(self) -> None:
         for thread in self._threads:

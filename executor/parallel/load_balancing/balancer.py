@@ -25,7 +25,7 @@ from headrace.executor.parallel.load_balancing.placement import Placement, rank_
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.messages import ExpertBalance
 from headrace.kernels.expert_places import ExpertPlaces
-from headrace.kernels.reference.moe import MovableExperts
+from headrace.kernels.reference.moe import MovableDeltas, MovableExperts
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class BalancedExperts:
     """[num_own] int64: the rows that each expert place has computed since loading."""
     placement: Placement
     """For each rank the experts in its places."""
+    deltas: MovableDeltas | None = None
+    """None if no adapters change them."""
 
     @property
     def num_experts(self) -> int:
@@ -208,6 +210,8 @@ class ExpertBalancer:
             _write(layer.experts, place, data)
         layer.placement = [list(each) for each in wanted]
         layer.places.write(layer.placement)
+        if layer.deltas is not None:
+            layer.deltas.move(layer.own)
         return num_sent
 
 

@@ -8,6 +8,7 @@ the number of threads: experts are added in float32 in rising order of their ind
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -52,6 +53,10 @@ class PackedExpertDeltas:
     gate_up: PackedDelta | None
     down: PackedDelta | None
 
+    def of(self, experts: Sequence[int]) -> PackedExpertDeltas:
+        """The parts of these experts, in this order."""
+        return PackedExpertDeltas(*(None if each is None else each.of(experts) for each in (self.gate_up, self.down)))
+
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.gate_up, self.down) if each is not None)
@@ -69,10 +74,15 @@ class ExpertDeltas:
     """Values of y of a row and adapter."""
 
     @classmethod
-    def of(cls, gate_up: PackedLinear, down: PackedLinear, limits: SlotLimits) -> ExpertDeltas:
-        """gate_up, down: of any of the experts."""
+    def of(
+        cls, gate_up: PackedLinear, down: PackedLinear, limits: SlotLimits, own: Sequence[int] | None = None
+    ) -> ExpertDeltas:
+        """gate_up, down: of any of the experts. own: as in `AdaptableExperts.adaptable`."""
         first, second = (DeltaTable(weight, limits.dtype, limits.num_slots) for weight in (gate_up, down))
-        return cls(first, second, limits.most_used, 2 * (limits.max_rank + 1))
+        most_used, width = limits.most_used, 2 * (limits.max_rank + 1)
+        if own is None:
+            return cls(first, second, most_used, width)
+        return MovableExpertDeltas(first, second, most_used, width, list(own))
 
     def pack(self, delta: LowRankExperts) -> PackedExpertDeltas:
         return PackedExpertDeltas(self.gate_up.pack_stack(delta.gate_up), self.down.pack_stack(delta.down))
@@ -80,6 +90,36 @@ class ExpertDeltas:
     def put(self, slot: int, packed: PackedExpertDeltas | None) -> None:
         self.gate_up.put(slot, None if packed is None else packed.gate_up)
         self.down.put(slot, None if packed is None else packed.down)
+
+
+@dataclass(frozen=True, eq=False)
+class MovableExpertDeltas(ExpertDeltas):
+    """The adapters of experts that load balancing moves between ranks: each rank has those of all experts, and its
+    tables the parts of its own."""
+
+    own: list[int] = field(default_factory=list)
+    """The experts in this rank's places."""
+    held: dict[int, PackedExpertDeltas] = field(default_factory=dict)
+    """Of all experts, by slot."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Adapters are loaded beside steps, between which experts move."""
+
+    def put(self, slot: int, packed: PackedExpertDeltas | None) -> None:
+        with self.lock:
+            self.held.pop(slot, None)
+            if packed is not None:
+                self.held[slot] = packed
+            self._put_own(slot, packed)
+
+    def move(self, own: Sequence[int]) -> None:
+        """As `MovableDeltas.move`."""
+        with self.lock:
+            self.own[:] = own
+            for slot, packed in self.held.items():
+                self._put_own(slot, packed)
+
+    def _put_own(self, slot: int, packed: PackedExpertDeltas | None) -> None:
+        super().put(slot, None if packed is None else packed.of(self.own))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,9 +241,9 @@ class PackedExperts:
         self.runtime.library.dll.hr_experts_scratch(ctypes.byref(args), ctypes.c_int64(max_rows), ctypes.byref(need))
         return need.shared_bytes, need.per_thread_bytes
 
-    def adaptable(self, limits: SlotLimits) -> tuple[PackedExperts, ExpertDeltas]:
+    def adaptable(self, limits: SlotLimits, own: Sequence[int] | None = None) -> tuple[PackedExperts, ExpertDeltas]:
         """As `AdaptableExperts.adaptable`."""
-        deltas = ExpertDeltas.of(self.gate_up[0], self.down[0], limits)
+        deltas = ExpertDeltas.of(self.gate_up[0], self.down[0], limits, own)
         return replace(self, deltas=deltas), deltas
 
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -40,6 +40,10 @@ class PackedDelta:
     kept: tuple[object, ...] = field(repr=False)
     """What `deltas` point to."""
 
+    def of(self, which: Sequence[int]) -> PackedDelta:
+        """The parts of some of a stack's weights, in this order."""
+        return PackedDelta((DeltaC * len(which))(*(self.deltas[each] for each in which)), self.nbytes, (self,))
+
 
 class DeltaTable:
     """The slots of one packed weight, or of a stack of one type and shape. One is filled or emptied while steps run
