@@ -43,7 +43,7 @@ class AnswerReader:
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
         rendered, choice = RenderedChat(prompt, template), ToolChoice(_as_openai(tools or ()))
         known = _formats(parsers.get("tool_call_parser", "auto"), parsers.get("reasoning_parser"))
-        formats = known.of(rendered, choice)
+        formats = known.of(rendered, choice).as_written(prompt, tokenizer)
         self._make_reader = formats.reader(tokenizer, rendered, choice)
         if choice.asks_for_strict:
             self._reasoning = formats.reasoning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.chat_template import ContentFormat, Message, render_chats
@@ -239,6 +239,11 @@ class Tokenizer(TransformersNames):
         """Size of the vocabulary with added tokens."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
+
+    @property
+    def added_tokens(self) -> Iterable[str]:
+        """The texts of the tokens that were added to the vocabulary, special ones among them."""
+        return self._added.values()
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:

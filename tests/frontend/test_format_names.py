@@ -13,17 +13,20 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import FOLDER, load_format
+from headrace.ipc.failure import OptionError
 
 CALLS = """
 hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_xml qwen3_coder deepseek_v3 deepseek_v31 granite
 granite-20b-fc granite4 internlm jamba xlam phi4_mini_json kimi_k2 glm45 glm47 minimax minimax_m2 hunyuan_a13b seed_oss
 step3 olmo3 gigachat3 ernie45 longcat openai functiongemma deepseek_v32 deepseek_v4 gemma4 lfm2 apertus hy_v3 mimo
-poolside_v1 cohere_command3 cohere_command4 minicpm5 solar_open2 step3p5 kimi_k3
+poolside_v1 cohere_command3 cohere_command4 minicpm5 solar_open2 step3p5 kimi_k3 minimax_m3 inkling hy_v4 dots
+deepseek_v41 k2_horizon plamo3 muse_glimmer ling3 qwen3_json
 """
 REASONING = """
 deepseek_r1 deepseek_v3 qwen3 granite mistral glm45 openai_gptoss gptoss hunyuan_a13b minimax_m2 kimi_k2 olmo3 seed_oss
 step3 ernie45 glm47 deepseek_v4 gemma4 hy_v3 mimo poolside_v1 cohere_command3 cohere_command4 solar_open2 step3p5
-nemotron_v3 holo2 kimi_k3
+nemotron_v3 holo2 kimi_k3 minimax_m3 inkling hy_v4 minimax_m2_append_think deepseek_v41 k2_horizon plamo3 muse_glimmer
+ling3 granite_thinking_parser minicpmv
 """
 
 
@@ -39,6 +42,12 @@ def test_a_format_of_reasoning_is_known_by_vllms_name(name):
     declared = load_format(name)
     assert declared.reasoning or declared.channels
     OutputFormats(reasoning_parser=name)
+
+
+def test_a_name_of_vllms_without_a_declaration_is_refused_with_its_reason():
+    for option in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(OptionError, match=rf"{option}=hf: hf is not supported: it reads .* response template"):
+            OutputFormats(**{option: "hf"})
 
 
 def test_a_declaration_is_short():

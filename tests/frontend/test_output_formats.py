@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -112,6 +113,51 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
      'argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
      "<|sep|><|close|>message<|sep|>", "Ok.", "a",
      [("get_weather", {"city": 'Zü"r<br>ich', "other": {"a": 1}}), ("now", {})]),
+    ("deepseek_v41", f"<think>a</think>Ok.\n\n<｜DSML｜ calls>{DSML}</｜DSML｜ calls>".replace("｜invoke", "｜ invoke")
+     .replace("｜parameter", "｜ parameter"), "Ok.", "a", DSML_CALLS),
+    ("minimax_m3", "<mm:think>hm</mm:think>I order.\n]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke "
+     'name="get_weather">]<]minimax[>[<city>a <b> ]<] c]<]minimax[>[</city>]<]minimax[>[<days>42]<]minimax[>[</days>\n'
+     "]<]minimax[>[<items>\n]<]minimax[>[<item>]<]minimax[>[<sku>book-001]<]minimax[>[</sku>]<]minimax[>[<n>1]<]minimax[>[</n>]<]minimax[>["
+     "<n>2]<]minimax[>[</n>]<]minimax[>[</item>\n]<]minimax[>[</items>]<]minimax[>[</invoke>\n]<]minimax[>[<invoke "
+     'name="now">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>', "I order.\n", "hm",
+     [("get_weather", {"city": "a <b> ]<] c", "days": 42, "items": [{"sku": "book-001", "n": ["1", "2"]}]}),
+      ("now", {})]),
+    ("minimax_m3", "</mm:think>Yes.", "Yes.", "", []),
+    ("inkling", '<|content_thinking|>So.<|end_message|><|message_model|><|content_text|>Ok: <b>.<|end_message|>'
+     f'<|message_model|>get_weather<|content_invoke_tool_json|>{{"name":"get_weather","args":{ZURICH_JSON}}}'
+     "<|end_message|><|message_model|>now<|content_invoke_tool_json|>"
+     '{"name":"now","args":{}}<|content_model_end_sampling|>', "Ok: <b>.", "So.", TWO),
+    ("inkling", 'now<|content_invoke_tool_json|>{"name":"now","args":{}}<|end_message|>', "", "", [("now", {})]),
+    ("inkling", "<|content_text|>Yes.<|end_message|><|content_model_end_sampling|>", "Yes.", "", []),
+    ("inkling", "Just text.", "Just text.", "", []),
+    ("inkling", f"{'long ' * 90}<|end_message|>", "long " * 90, "", []),
+    ("inkling", f"{'I look. ' * 30}<|message_model|>now<|content_invoke_tool_json|>"
+     '{"name":"now","args":{}}<|end_message|>', ("I look. " * 30)[:-1], "", [("now", {})]),
+    ("hy_v4", "<think>a</think>Checking.<tool_calls>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bei\n"
+     "jing</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now</tool_call>\n"
+     "</tool_calls>", "Checking.", "a", [("get_weather", {"city": "Bei\njing", "days": 3}), ("now", {})]),
+    ("minimax_m2_append_think", "So.</think>\n\nYes.", "<think>So.</think>\n\nYes.", "", []),
+    ("dots", 'Ok.\n<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">x</parameter>\n'
+     '<parameter name="days">3</parameter>\n</invoke>\n</dots_function_call>', "Ok.", "",
+     [("get_weather", {"city": "x", "days": 3})]),
+    ("dots", f"<dots_function_call>\n{CALL}\n</dots_function_call>", "", "", ONE),
+    ("k2_horizon", "<ifm|think>a</ifm|think>\n<ifm|tool_calls>\n<ifm|tool_call>get_weather\n<ifm|arg_key>city"
+     "</ifm|arg_key>\n<ifm|arg_type>string</ifm|arg_type>\n<ifm|arg_value>7</ifm|arg_value>\n<ifm|arg_key>other"
+     "</ifm|arg_key><ifm|arg_type>array</ifm|arg_type><ifm|arg_value>[1]</ifm|arg_value>\n</ifm|tool_call>\n"
+     f"<ifm|tool_call>{NOW_CALL}</ifm|tool_call></ifm|tool_calls>", "", "a",
+     [("get_weather", {"city": "7", "other": [1]}), ("now", {})]),
+    ("plamo3", "<|plamo:begin_think:plamo|>So.<|plamo:end_think:plamo|>Ok.<|plamo:begin_tool_requests:plamo|>"
+     "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>get_weather<|plamo:end_tool_name:plamo|>"
+     f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{ZURICH_JSON}"
+     "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>"
+     "<|plamo:tag|>", "Ok.", "So.", ONE),
+    ("muse_glimmer", ' to=self<|message|>Hm: <atem:invoke name="no">.<|eom|><|start|>assistant '
+     "to=get_weather.get_weather<|message|><atem:function_calls>\n"
+     '<atem:invoke name="get_weather.get_weather">\n<atem:parameter name="city">x</atem:parameter>\n</atem:invoke>\n'
+     "</atem:function_calls><|eom|>", "", 'Hm: <atem:invoke name="no">.', [("get_weather", {"city": "x"})]),
+    ("muse_glimmer", ' to=user<|message|>It is <atem:function_calls> to=that.<|eot|>',
+     "It is <atem:function_calls> to=that.", "", []),
+    ("granite_thinking_parser", "<think>\nSo.\n</think>\nYes.", "Yes.", "So.", []),
     ("deepseek_v32", f"<think>a</think>Ok.\n\n<｜DSML｜function_calls>{DSML}</｜DSML｜function_calls>", "Ok.", "a",
      DSML_CALLS),
     ("deepseek_v4", f"<｜DSML｜tool_calls>{DSML}</｜DSML｜tool_calls>", "", "", DSML_CALLS),
@@ -198,6 +244,64 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_xml", "<tool_call>\n<function=get_weather>\n<parameter=other>\n[see, it's]\n</parameter>\n</function>\n"
      "</tool_call>", "", "", [("get_weather", {"other": "[see, it's]"})]),
 ]  # fmt: skip
+
+
+def test_reasoning_is_read_with_the_markers_that_the_prompt_has_opened():
+    """K2 Horizon's templates open the reasoning by the effort that a request asks for."""
+    tokenizer, choice = Tokenizer(bundle_of(byte_level_tokenizer())), ToolChoice(TOOLS)
+    for marker in ("think", "think_fast", "think_faster"):
+        prompt = RenderedChat(f"<ifm|think>no</ifm|think> <ifm|{marker}>\n", "")
+        formats = OutputFormats("none", "k2_horizon").of(prompt, choice).as_written(prompt.text, tokenizer)
+        make_reader = formats.reader(tokenizer, prompt, choice)
+        assert make_reader is not None
+        reader = make_reader()
+        assert Read.of([*reader.feed(f"so</ifm|{marker}>yes"), *reader.finish()]) == Read("yes", "so", [])
+        assert formats.reasoning is not None
+        assert formats.reasoning.end == f"</ifm|{marker}>"
+
+
+def test_markers_may_have_the_suffix_that_the_tokenizer_gives_them():
+    """Hunyuan 4's checkpoints, whose tokens are <think:6124c78e> and so on."""
+    library = byte_level_tokenizer()
+    library.add_tokens([f"<{end}{name}:1a\\2>" for name in ("tool_calls", "tool_call", "think") for end in ("", "/")])
+    tokenizer, prompt, choice = Tokenizer(bundle_of(library)), RenderedChat("<think:1a\\2>", ""), ToolChoice(TOOLS)
+    formats = OutputFormats("hy_v4", "hy_v4").of(prompt, choice).as_written(prompt.text, tokenizer)
+    make_reader = formats.reader(tokenizer, prompt, choice)
+    assert make_reader is not None
+    reader = make_reader()
+    text = "so</think><tool_calls><tool_call>now</tool_call></tool_calls>".replace(">", ":1a\\2>")
+    assert Read.of([*reader.feed(text), *reader.finish()]) == Read("", "so", [("now", "{}")])
+    grammar = formats.grammar(tokenizer, prompt, ToolChoice(TOOLS, TOOLS), several=False)
+    assert "<tool_calls:1a" in (grammar or "")
+
+
+@pytest.mark.parametrize(("prompt", "is_header"), [("", True), ("<|message_user|>a<|message_model|>", True),
+    ("<|message_model|><|content_text|>So", False)])  # fmt: skip
+def test_a_header_is_left_out_where_the_prompt_has_begun_it(prompt, is_header):
+    found = read("inkling", ["name<|content_text|>text"], prompt)
+    assert found == Read("text" if is_header else "nametext", "", [])
+
+
+def test_a_broken_element_says_no_argument_and_none_of_it_is_content():
+    text = (
+        ']<]minimax[>[<invoke name="now">]<]minimax[>[<a>]<]minimax[>[<b>x]<]minimax[>[</a>]<]minimax[>[</invoke>Yes.'
+    )
+    found = read("minimax_m3", text)
+    assert (found.content, found.calls) == ("Yes.", [("now", "")])
+
+
+def test_elements_of_many_names_are_read_in_linear_time():
+    inner = "".join(f"]<]minimax[>[<k{i}>v]<]minimax[>[</k{i}>" for i in range(20_000))
+    text = f']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">]<]minimax[>[<a>{inner}]<]minimax[>[</a>'
+    begun = time.process_time()
+    ((_, said),) = read("minimax_m3", [f"{text}]<]minimax[>[</invoke>]<]minimax[>[</tool_call>"]).calls
+    assert len(json.loads(said)["a"]) == 20_000
+    assert time.process_time() - begun < 20, "a square of the number would take minutes"
+
+
+def test_elements_within_elements_without_end_are_no_call():
+    text = ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">' + "]<]minimax[>[<a>" * 5000
+    assert [name for name, _ in read("minimax_m3", [text]).calls] == ["now"]
 
 
 def test_every_format_has_a_case():

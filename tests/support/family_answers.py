@@ -180,6 +180,28 @@ def kimi_k3(calls: Sequence[Call]) -> str:
     return f"<|open|>tools<|sep|>{written}<|close|>tools<|sep|><|close|>message<|sep|>"
 
 
+NAMESPACE = "]<]minimax[>["
+
+
+def elements(value: Any) -> str:
+    """A value as MiniMax M3's template writes it within an element."""
+    if isinstance(value, dict):
+        return "".join(f"{NAMESPACE}<{key}>{elements(each)}{NAMESPACE}</{key}>" for key, each in value.items())
+    if isinstance(value, list):
+        return "".join(f"{NAMESPACE}<item>{elements(each)}{NAMESPACE}</item>" for each in value)
+    return as_text(value)
+
+
+def minimax_m3(calls: Sequence[Call]) -> str:
+    """An object whose schema declares nothing is JSON: elements say no types."""
+
+    def written_as(said: Mapping[str, Any]) -> str:
+        return elements({key: as_json(each) if isinstance(each, dict) else each for key, each in said.items()})
+
+    written = [f'{NAMESPACE}<invoke name="{name}">{written_as(said)}{NAMESPACE}</invoke>' for name, said in calls]
+    return "\n".join([f"{NAMESPACE}<tool_call>", *written, f"{NAMESPACE}</tool_call>"])
+
+
 V3 = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
@@ -240,7 +262,33 @@ ARGUMENTS = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
 SOLAR = ("<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>\n")
 ACTION = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>")
 K3 = ("<|open|>", "<|close|>", "<|sep|>")
+K2 = ("<ifm|arg_key>", "</ifm|arg_key>\n<ifm|arg_value>", "</ifm|arg_value>\n")
+PLAMO = ("<|plamo:begin_{}:plamo|>", "<|plamo:end_{}:plamo|>")
 WAYS = [
+    Way("minimax_m3", minimax_m3, ("<mm:think>", "</mm:think>"), thinks=("<mm:think>", "</mm:think>")),
+    Way("inkling", each("<|content_invoke_tool_json|>", "<|end_message|>", key="args"), ("<|message_model|>",
+        "<|content_text|>", "<|content_thinking|>", "<|end_message|>", "<|content_invoke_tool_json|>"),
+        thinks=("<|content_thinking|>", "<|end_message|>"), takes_text=False),
+    Way("hy_v4", xml("<tool_call>", ("", "\n"), ARGUMENTS, "</tool_call>",
+        around=("<tool_calls>\n", "\n</tool_calls>")), ("<tool_calls>", "</tool_calls>", *CALL), thinks=THINK,
+        is_open=True),
+    Way("dots", xml('<invoke name="', ("", '">\n'), ('<parameter name="', '">', "</parameter>\n"), "</invoke>",
+        around=("<dots_function_call>\n", "\n</dots_function_call>"))),
+    Way("dots", listed("<dots_function_call>\n", "\n</dots_function_call>", "\n")),
+    Way("deepseek_v41", lambda calls: dsml("calls")(calls).replace("｜DSML｜", "｜DSML｜ "), THINK, thinks=THINK),
+    Way("k2_horizon", xml("<ifm|tool_call>", ("", "\n"), K2, "</ifm|tool_call>",
+        around=("<ifm|tool_calls>\n", "\n</ifm|tool_calls>")), thinks=("<ifm|think>", "</ifm|think>"), is_open=True),
+    Way("k2_horizon", around("<ifm|tool_calls>", each("<ifm|tool_call>\n", "\n</ifm|tool_call>", "\n"),
+        "</ifm|tool_calls>")),
+    Way("plamo3", around(PLAMO[0].format("tool_requests"), named(
+        PLAMO[0].format("tool_request") + PLAMO[0].format("tool_name"),
+        f"{PLAMO[1].format('tool_name')}{PLAMO[0].format('tool_arguments')}<|plamo:constrain|>json<|plamo:msg|>",
+        PLAMO[1].format("tool_arguments") + PLAMO[1].format("tool_request")), PLAMO[1].format("tool_requests")),
+        thinks=(PLAMO[0].format("think"), PLAMO[1].format("think"))),
+    Way("muse_glimmer", xml('<atem:invoke name="', ("", '">\n'), ('<atem:parameter name="', '">',
+        "</atem:parameter>\n"), "</atem:invoke>", around=("<|message|><atem:function_calls>\n",
+        "\n</atem:function_calls>")), ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        thinks=(" to=self<|message|>", "<|eom|>"), takes_text=False),
     Way("kimi_k3", kimi_k3, K3, thinks=("<|open|>think<|sep|>", "<|close|>think<|sep|>")),
     Way("deepseek_v32", dsml("function_calls"), THINK, thinks=THINK),
     Way("deepseek_v4", dsml("tool_calls"), THINK, thinks=THINK, is_open=True),

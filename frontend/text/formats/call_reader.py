@@ -5,6 +5,7 @@ A call is emitted once its name is known. Arguments are emitted as JSON text whi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.frontend.text.formats.values import (
     as_id,
     as_json,
     as_text,
+    element_value,
     nest_as_json,
     object_of,
     within_text,
@@ -32,6 +34,8 @@ _INDEX = re.compile(r":\d+\s*$")
 _ID_OF_A_SLIP = re.compile(r"(?:functions[._:])?(.+?)[_:]\d+")
 _WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
 """The end of a JSON string, and what begins like one."""
+_DEEPEST = 64
+"""Most elements of an argument's value within one another."""
 _OTHER_KEYS = ("type", "id")
 """Keys that may come before a call's name. Any other key means that the object is no call."""
 
@@ -79,6 +83,8 @@ class CallReader(PieceReader):
             yield from (self._list(self._python_call) if start == "[" else self._python_call())
         elif body == "xml":
             yield from self._xml_call(calls)
+        elif body == "elements":
+            yield from self._elements_call(calls)
         elif body == "escaped":
             yield from self._escaped_call(calls)
         elif start == "[" and not calls.name[0].startswith("["):
@@ -96,6 +102,7 @@ class CallReader(PieceReader):
         if calls.name_is_id:
             needs_tool = needs_tool or _INDEX.search(name) is None
             id, name = name, self._name_in(name)
+        name = self._undoubled(name)
         if not name or (needs_tool and not self._may_name(name)):
             raise NoCallError
         if calls.space_is_content and self._has_said:
@@ -114,10 +121,17 @@ class CallReader(PieceReader):
         is_slip = found is not None and not self._may_name(name) and self._may_name(found[1])
         return found[1] if is_slip and found is not None else name
 
+    def _undoubled(self, name: str) -> str:
+        """A tool's name, where it is written as a member of what is called so."""
+        assert self._calls is not None
+        outer, _, inner = name.partition(".")
+        known = any(each["function"]["name"] == name for each in self._tools)
+        return outer if self._calls.names_are_doubled and outer == inner and not known else name
+
     def _may_name(self, name: str) -> bool:
         """Whether a call that lacks the format's markers may have this name."""
         if not self._tools:
-            return self._calls is not None and (self._calls.is_bare or self._calls.body == "xml")
+            return self._calls is not None and (self._calls.is_bare or self._calls.body in ("xml", "elements"))
         return any(each["function"]["name"] == name for each in self._tools)
 
     def _arguments(self, call: int, text: str) -> None:
@@ -276,7 +290,7 @@ class CallReader(PieceReader):
         self._arguments(call, "{}" if separator == "{" else "}")
 
     def _parameters_of(self, name: str) -> Parameters:
-        functions = (each["function"] for each in self._tools)
+        name, functions = self._undoubled(name), (each["function"] for each in self._tools)
         schemas = [each.get("parameters") or {} for each in functions if each["name"] == name]
         return Parameters(schemas[-1] if schemas else {})
 
@@ -401,6 +415,61 @@ class CallReader(PieceReader):
             if (yield from self._accept(word + after)):
                 return True
         return False
+
+    def _elements_call(self, calls: CallFormat) -> Reads:
+        begin, after_name, _, _ = calls.parameter
+        yield from self._expect(calls.name[0])
+        name = yield from self._name_before("<")
+        call, separator = self._begin(name), "{"
+        parameters = self._parameters_of(name.strip())
+        while True:
+            yield from self._skip_space()
+            if not (yield from self._accept_marker(begin)):
+                break
+            if (yield from self._peek(1)) == "/":  # of the marker after the arguments
+                self._text = begin + self._text
+                break
+            key = (yield from self._short_until(after_name)).strip()
+            begun = f"{separator}{as_text(key)}: "
+            if parameters.types(key) == {"string"}:
+                self._arguments(call, f'{begun}"')
+                yield from self._element_text(calls, key, self._more_text(call))
+                self._arguments(call, '"')
+            else:
+                value = element_value((yield from self._element(calls, key)), parameters.schema(key))
+                self._arguments(call, begun + json.dumps(value, ensure_ascii=False))
+            separator = ", "
+        if self._is_over:
+            raise NoCallError
+        self._arguments(call, "{}" if separator == "{" else "}")
+
+    def _element_text(self, calls: CallFormat, name: str, give: Callable[[str], None]) -> Reads:
+        """Passes an element's text to `give` while it arrives, and takes the element's end."""
+        begin, after_name, _, end = calls.parameter
+        closing = end.removeprefix(begin) + name + after_name
+        while (found := (yield from self._until_end_of_text(make_markers((begin,)), give))) is not None:
+            if (yield from self._accept(closing)):
+                return
+            if self._ended and closing.startswith(self._text):
+                break
+            give(found)
+        raise NoCallError
+
+    def _element(self, calls: CallFormat, name: str, depth: int = 0) -> Reads:
+        """The rest of an element: its text, or pairs of its elements' names and what those are."""
+        begin, after_name, _, end = calls.parameter
+        closing = end.removeprefix(begin)
+        parts, inner = list[str](), list[tuple[str, Any]]()
+        while (yield from self._until(make_markers((begin,)), parts.append)) is not None:
+            if (yield from self._accept(closing + name + after_name)):
+                return inner or "".join(parts)
+            if depth == _DEEPEST or (yield from self._peek(len(closing))) == closing:
+                found = yield from self._until(make_markers((calls.after_arguments,)), lambda text: None)
+                self._text = (found or "") + self._text
+                break
+            key = yield from self._short_until(after_name)
+            inner.append((key, (yield from self._element(calls, key, depth + 1))))
+        raise NoCallError
 
     def _escaped_call(self, calls: CallFormat) -> Reads:
         if not (yield from self._accept(calls.name[0])):  # models leave out the word before the colon

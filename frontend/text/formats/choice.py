@@ -133,9 +133,9 @@ class OutputFormats:
             calls = calls or OutputFormat(calls=PLAIN_CALLS)
         elif not reads_calls:
             calls = None
-        thinking = self._reasoning or found.reasoning or OutputFormat()
+        thinking = self._reasoning or found.reasoning
         reading = reasoning if reasoning is not None and reasoning.reasoning is not None else None
-        return AnswerFormats(calls, reading, thinking.reasoning)
+        return AnswerFormats(calls, reading, thinking)
 
 
 class AnswerFormats(NamedTuple):
@@ -145,8 +145,8 @@ class AnswerFormats(NamedTuple):
     """The format in which calls are parsed; None: they stay text."""
     reading: OutputFormat | None
     """The format in which reasoning is parsed; None: it stays text."""
-    thinking: ReasoningFormat | None
-    """The markers that the model puts around its reasoning, whether it is parsed or not."""
+    thinking: OutputFormat | None
+    """The format of the model's reasoning, whether it is parsed or not."""
     channels: ChannelFormat | None = None
     """For answers of messages with headers; the fields above are None then."""
     reads_channels_calls: bool = False
@@ -154,6 +154,14 @@ class AnswerFormats(NamedTuple):
     @property
     def reasoning(self) -> ReasoningFormat | None:
         return None if self.reading is None else self.reading.reasoning
+
+    def as_written(self, prompt: str, tokenizer: Tokenizer) -> AnswerFormats:
+        """The formats with the markers that this prompt has opened the reasoning with, as the tokenizer spells them."""
+        tokens = tokenizer.added_tokens
+        calls, reading, thinking = (
+            each and each.as_written(prompt, tokens) for each in (self.calls, self.reading, self.thinking)
+        )
+        return self._replace(calls=calls, reading=reading, thinking=thinking)
 
     def can_hold_calls(self, tokenizer: Tokenizer) -> bool:
         """Whether a grammar can make calls that the model chooses to make fit their tools' schemas."""
@@ -177,7 +185,9 @@ class AnswerFormats(NamedTuple):
         if self.calls is None or self.calls.calls is None:
             return None
         calls, several = self.calls.calls, several and not choice.is_named
-        thinks_first = self.thinking if self.thinking is not None and self.thinking.is_open_after(prompt.text) else None
+        thinks_first = self.thinking.reasoning if self.thinking is not None else None
+        if thinks_first is not None and not thinks_first.is_open_after(prompt.text):
+            thinks_first = None
         if choice.forced:
             return ForcedCalls(calls, choice.forced, special, several=several, thinks_first=thinks_first).text()
         if not is_held:

@@ -11,10 +11,11 @@ calls:                  tool calls
 from __future__ import annotations
 
 import functools
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -24,6 +25,12 @@ from headrace.ipc.process.regular_files import read_file
 FOLDER = Path(__file__).parent
 Pair = tuple[str, str]
 """The markers before and after something; either may be empty."""
+_NOT_HERE = {
+    "hf": "it reads answers by the response template of the model's tokenizer_config.json. A format's name, or a "
+    "declaration in a file that ends in .yaml, says how the model's calls and reasoning are written"
+}
+"""Names of vLLM's for which there is no declaration, and why."""
+_TAG = re.compile(r"</?\w+>")
 
 
 class FormatError(HeadraceError, ValueError):
@@ -39,10 +46,20 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Answers begin inside reasoning, whether or not the prompt ends with `begin`."""
     has_lines: bool = False
     """Line breaks separate the reasoning, and the answer after it, from the markers."""
+    also: tuple[Pair, ...] = ()
+    """Other markers with which a prompt may open the reasoning."""
+    is_content: bool = False
+    """The reasoning stays in the content, with its end; `begin`, which the prompt has, is put before it."""
 
     def __post_init__(self) -> None:
-        if not self.end.strip():
+        if not all(end.strip() for end in (self.end, *(each for _, each in self.also))):
             raise ValueError("reasoning needs an end, the text after which the answer comes: it is empty")
+
+    def as_opened_in(self, prompt: str) -> Self:
+        """The format with those of its markers that the prompt has last."""
+        pairs = ((self.begin, self.end), *self.also)
+        begin, end = max(pairs, key=lambda pair: prompt.rfind(pair[0]) if pair[0] else -1)
+        return msgspec.structs.replace(self, begin=begin, end=end)
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins inside reasoning."""
@@ -51,10 +68,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    body: Literal["json", "named_json", "pythonic", "xml", "escaped"]
+    body: Literal["json", "named_json", "pythonic", "xml", "elements", "escaped"]
     """json: an object with name and arguments, or a list of them. named_json: a name, then an object of arguments.
     pythonic: [f(a=1), g()], or in a section one call per line. xml: a name, then parameters whose values are text.
-    escaped: a name, then {key:value,...} with `escape` around strings."""
+    elements: a name, then an element per parameter, which has its name and text or further elements. escaped: a name,
+    then {key:value,...} with `escape` around strings."""
     is_either: bool = False
     """A call is written as json or as xml."""
     lists: bool = False
@@ -79,10 +97,13 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     after_arguments: str = ""
     """Optional marker after the arguments, before the call's end."""
     parameter: tuple[str, str, str, str] = ("", "", "", "")
-    """Markers before and after a parameter's name, and before and after its value (xml)."""
+    """Markers before and after a parameter's name, and before and after its value (xml). For elements, the last stands
+    before the name a second time."""
     value_kinds: tuple[Pair, ...] = ()
     """(JSON type or other, text that may follow the name of a parameter of that type): a string's value is text, any
     other JSON (xml). A type in the schema decides where there is one."""
+    may_lack_kinds: bool = False
+    """The texts of value_kinds may be missing (xml)."""
     number: Pair = ("", "")
     """Markers around a call's number, which follows its name (xml)."""
     quotes: Pair = ("", "")
@@ -91,6 +112,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Line breaks separate a value from its markers (xml)."""
     escape: str = ""
     """Marker before and after a string (escaped)."""
+    names_are_doubled: bool = False
+    """A tool's name may be written NAME.NAME, since templates show tools as members of what they are called."""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     id_keys: tuple[str, ...] = ()
@@ -128,6 +151,12 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("is_either goes with body json and xml")
         if (self.body == "xml" or self.is_either) and not (self.parameter[0] and self.parameter[3]):
             raise ValueError("calls of body xml need parameter: [before name, after name, before value, after value]")
+        before, after, _, end = self.parameter
+        if self.body == "elements" and not (before and after and end.startswith(before) and self.name[1]):
+            raise ValueError(
+                "calls of body elements need name, and parameter: [before name, after name, '', before the name at the "
+                "element's end], whose last begins as its first"
+            )
         if self.body == "escaped" and not (self.escape and all(self.name)):
             raise ValueError("calls of body escaped need escape, and name: [before it, after it]")
 
@@ -165,11 +194,38 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Texts that all occur in the chat template of a model that writes this format."""
     left_out: tuple[str, ...] = ()
     """Markers around the answer that are not part of it."""
+    headers: tuple[str, ...] = ()
+    """Markers of messages' headers. The text between one and the next marker is no part of the answer, which begins
+    within a header if such a marker is the prompt's last one."""
+    may_have_suffix: bool = False
+    """The tokenizer's markers <name> may be written with a suffix, which is the same for all: <name:1a2b3c4d>."""
     same_as: tuple[str, ...] = ()
     """Other names of the format."""
 
     def __post_init__(self) -> None:
-        _check_texts(self, "template_marks", "left_out", "same_as")
+        _check_texts(self, "template_marks", "left_out", "headers", "same_as")
+
+    def as_written(self, prompt: str, tokens: Iterable[str]) -> OutputFormat:
+        """The format with the reasoning's markers that this prompt has opened, if it may be one of several pairs, and
+        with the suffix that these tokens have at markers, if they may have one."""
+        written = self
+        if self.reasoning is not None and self.reasoning.also:
+            written = msgspec.structs.replace(self, reasoning=self.reasoning.as_opened_in(prompt))
+        if not self.may_have_suffix:
+            return written
+        opener = self.calls.opener if self.calls is not None else self.reasoning.begin if self.reasoning else ""
+        spelt = re.compile(re.escape(opener.removesuffix(">")) + r"(:[^\s>]+)>")
+        suffix = next((found[1] for each in tokens if (found := spelt.fullmatch(each))), "")
+        return msgspec.convert(_with_suffix(msgspec.to_builtins(written), suffix), OutputFormat)
+
+
+def _with_suffix(declared: Any, suffix: str) -> Any:
+    """What is declared, with the suffix at each marker."""
+    if isinstance(declared, dict):
+        return {key: _with_suffix(value, suffix) for key, value in declared.items()}
+    if isinstance(declared, list | tuple):
+        return [_with_suffix(each, suffix) for each in declared]
+    return _TAG.sub(lambda tag: f"{tag[0][:-1]}{suffix}>", declared) if isinstance(declared, str) else declared
 
 
 def _check_texts(declared: msgspec.Struct, *names: str) -> None:
@@ -199,6 +255,8 @@ def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputForm
         return declared
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name))
+    if name in _NOT_HERE:
+        raise FormatError(f"{name} is not supported: {_NOT_HERE[name]}")
     raise FormatError(
         f"no output format is called {name!r}; known: {', '.join(sorted({*own, *known_formats()}))}, and a file "
         "that ends in .yaml is read as a declaration"
@@ -213,7 +271,8 @@ def format_of_template(
     found = [
         (sum(map(len, declared.template_marks)), name)
         for name, declared in {**known_formats(), **own}.items()
-        if ((declared.reasoning if with_reasoning else declared.calls) or declared.channels)
+        if name not in declared.same_as
+        and ((declared.reasoning if with_reasoning else declared.calls) or declared.channels)
         and declared.template_marks
         and all(mark in template for mark in declared.template_marks)
     ]

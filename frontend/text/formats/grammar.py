@@ -163,14 +163,18 @@ class ForcedCalls(Rules):
         ways = []
         if calls.body == "xml" or calls.is_either:
             ways.append(f"{self._named(name)} {self._xml_parameters(schema)}")
+        if calls.body == "elements":
+            ways.append(f"{self._named(name)} {self._elements(schema)}")
         if calls.body == "escaped":
             ways.append(f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {literal('}')}")
         if calls.body == "named_json":
             ways.append(f"{self._named(name)} {self._json(schema)}")
-        if calls.body == "json" or calls.is_either:
+        if calls.body == "json":
             ways.append(self._object(function))
         if calls.after_arguments:
             ways = [f"{each} GAP? {self._marker(calls.after_arguments)}" for each in ways]
+        if calls.is_either and calls.body != "json":
+            ways.append(self._object(function))
         return " | ".join(ways)
 
     def _object(self, function: Mapping[str, Any]) -> str:
@@ -206,12 +210,44 @@ class ForcedCalls(Rules):
             if any(special in before_name for special in self._special_ids):
                 begin = f"{self._marker(before_name)} {literal(name + after_name)}"
             if self._calls.value_kinds:
-                begin += f" ({' | '.join(self._marker(f' {each}{before_value}') for each in self._kinds_of(own))})"
+                ways = [self._marker(f" {each}{before_value}") for each in self._kinds_of(own)]
+                ways += [f"GAP? {self._marker(before_value)}"] if self._calls.may_lack_kinds else []
+                begin += f" ({' | '.join(ways)})"
             elif before_value:
                 begin += f" GAP? {literal(before_value)}"
             value = self._rule("value", self._xml_value(own, after_value))
             written += f" (GAP? {begin} {value})" + ("" if name in schema["required"] else "?")
         return written
+
+    def _elements(self, schema: Mapping[str, Any]) -> str:
+        """An element for each property of an object."""
+        schema, written = with_properties_apart(schema), ""
+        for name in schema["properties"]:
+            element = self._rule("element", self._element(name, _apart(schema, name)))
+            written += f" (GAP? {element})" + ("" if name in schema["required"] else "?")
+        return written
+
+    def _element(self, name: str, schema: Mapping[str, Any]) -> str:
+        """An element: a string as text, an object or a list that declares what it holds as further elements, and any
+        other value as JSON."""
+        begin, after_name, _, before_end = self._calls.parameter
+        end, types = before_end + name + after_name, types_of(schema)
+        if "string" in types or not types:
+            value = self._text_or_json(schema, "", end)
+        elif types == {"object"} and schema.get("properties") and "$ref" not in schema:
+            value = f"{self._elements(schema)} GAP? {self._marker(end)}"
+        elif types == {"array"} and isinstance(schema.get("items"), Mapping) and "$ref" not in schema["items"]:
+            known = {each: schema[each] for each in ("$defs", "definitions", "title") if each in schema}
+            item = self._rule("element", self._element("item", {**known, **schema["items"]}))
+            value = f"{self._repeated(item, schema)} GAP? {self._marker(end)}"
+        else:
+            value = f"{self._json(schema)} {self._marker(end)}"
+        return f"{self._marker(begin + name + after_name)} {value}"
+
+    def _repeated(self, item: str, schema: Mapping[str, Any]) -> str:
+        """A list's items, as many as the schema allows."""
+        least, most = schema.get("minItems") or 0, schema.get("maxItems", "")
+        return f"(GAP? {item}){{{least},{most}}}"
 
     def _kinds_of(self, schema: Mapping[str, Any]) -> list[str]:
         """What `value_kinds` say of values of this schema."""

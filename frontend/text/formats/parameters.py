@@ -61,7 +61,11 @@ class Parameters:
 
     def types(self, name: str) -> frozenset[str]:
         """The types of this parameter's values; empty if they are not known."""
-        return types_of(self._schemas.get(name, self._others))
+        return types_of(self.schema(name))
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._schemas.get(name, self._others)
+        return found
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:

@@ -23,7 +23,7 @@ from headrace.frontend.text.formats.call_reader import MOST_SPACE, CallReader
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
 from headrace.frontend.text.formats.events import AnswerPart, merged
 from headrace.frontend.text.formats.markers import Markers, make_markers
-from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, Reads, as_it_is
+from headrace.frontend.text.formats.pieces import LONGEST_NAME, READ_AT_ONCE, SPACE, Reads, as_it_is
 from headrace.frontend.text.formats.values import NoCallError
 
 _BEGUN = re.compile(r"\S*|<\S* \S*")
@@ -39,7 +39,11 @@ class _Marks(NamedTuple):
     """The same for markers that are no calls' unless a tool's name follows."""
     strays: frozenset[str]
     """Markers that are dropped after a call, where they close nothing; that of reasoning also before any content."""
+    left_out: frozenset[str]
+    """Markers that are dropped anywhere."""
     ignored: frozenset[str]
+    """Those of them that mean nothing else."""
+    headers: frozenset[str]
     openers: Markers
     """Markers that begin calls or reasoning, and those that are dropped."""
     closers: Markers
@@ -62,27 +66,32 @@ def _marks_of(
             loose = {begin: end for begin, end in form.loose if begin}
         if reads_slips and any(not begin for begin, _ in form.loose):
             loose |= dict.fromkeys(_BARE, "")
-        if reads_slips and form.body == "xml" and form.name[0] and not (form.section and any(form.call)):
+        if reads_slips and form.body in ("xml", "elements") and form.name[0] and not (form.section and any(form.call)):
             loose[form.name[0]] = form.call[1]  # the marker before a name may be all that a model writes
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
         strays -= {"", "```"}  # a fence may be another's
     thinking = reasoning.reasoning if reasoning else None
     begin, end = (thinking.begin, thinking.end) if thinking else ("", "")
-    left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
+    formats = [each for each in (reasoning, calls) if each is not None]
+    headers = tuple(dict.fromkeys(marker for each in formats for marker in each.headers))
+    left_out = (*(marker for each in formats for marker in each.left_out), *hidden)
     strays = (strays | {end}) - {begin, *ends, *loose, ""}
-    ignored = tuple(each for each in left_out if each not in (*ends, *strays, begin, end))
+    ignored = tuple(each for each in left_out if each not in (*ends, *strays, *headers, begin, end))
     openers = sorted({*ends, *loose, *strays} - {""})
     return _Marks(
         ends,
         loose,
         frozenset(strays),
+        frozenset(left_out),
         frozenset(ignored),
-        make_markers((*openers, begin, *ignored)),
+        frozenset(headers),
+        make_markers((*openers, *headers, begin, *ignored)),
         make_markers(
             (
                 end,
                 *(["\n" + end] if thinking and thinking.has_lines else []),
                 *(sorted(ends) if reads_slips else ()),
+                *headers,
                 *ignored,
             )
         ),
@@ -108,8 +117,10 @@ class OutputParser(CallReader):
         reads_slips: read calls in other markers, and within reasoning. No grammar holds those to their schemas."""
         super().__init__(calls.calls if calls else None, tools)
         self._reasoning = reasoning.reasoning if reasoning else None
+        self._prefix = ""
+        if self._reasoning is not None and self._reasoning.is_content:
+            self._prefix, self._reasoning, reasoning = self._reasoning.begin, None, None
         self._marks = _marks_of(reasoning, calls, tuple(hidden), reads_slips=reads_slips)
-        self._hidden = frozenset(hidden)
         self._call_end = ""
         self._reader = self._read(prompt)
 
@@ -155,8 +166,12 @@ class OutputParser(CallReader):
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def _read(self, prompt: str) -> Reads:
+        if self._prefix:
+            self._content(self._prefix)
         if self._reasoning is not None:
             yield from self._first_reasoning(prompt)
+        if self._is_in_header(prompt):
+            yield from self._skip_header()
         yield from self._bare_calls()
         openers = self._marks.openers
         may_begin = openers.may_begin_in if self._calls is None else openers.may_begin_or_end_in_space
@@ -169,13 +184,32 @@ class OutputParser(CallReader):
                 yield from self._try_calls(marker, self._content)
             elif marker in self._marks.strays:
                 is_first = not self._has_said and self._reasoning is not None and marker == self._reasoning.end
-                if not self.num_calls and not is_first and marker not in self._hidden:
+                if not self.num_calls and not is_first and marker not in self._marks.left_out:
                     self._content(marker)
+            elif marker in self._marks.headers:
+                yield from self._skip_header()
             elif marker not in self._marks.ignored:
                 yield from self._reason()
                 yield from self._bare_calls()
         if not self.num_calls:
             self._events.append(AnswerPart(content=self._space))
+
+    def _is_in_header(self, prompt: str) -> bool:
+        """Whether the answer to this prompt begins within a message's header."""
+        headers = self._marks.headers
+        begin = max((prompt.rfind(each) + len(each) for each in headers if each in prompt), default=0)
+        return bool(headers) and self._marks.openers.find(prompt[begin:], is_over=True) is None
+
+    def _skip_header(self) -> Reads:
+        """Drops a message's header, the text up to the next marker. What is too long for one is content, and so is what
+        another header follows."""
+        openers = self._marks.openers
+        while (found := openers.find(self._text, is_over=self._ended)) is None and not self._ended:
+            if len(self._text) - openers.held(self._text) > LONGEST_NAME:
+                return
+            yield
+        if found is not None and found.start() <= LONGEST_NAME and found.group() not in self._marks.headers:
+            self._take(found.start())
 
     def _first_reasoning(self, prompt: str) -> Reads:
         """Reads reasoning that the prompt or the format opens. Reasoning that the answer opens is found in `_read`."""
@@ -202,6 +236,9 @@ class OutputParser(CallReader):
                 yield from self._try_calls(marker, self._content if is_end else self._think)
                 if is_end or self.num_calls > num_calls:
                     break
+            elif marker in self._marks.headers:
+                self._text = marker + self._text
+                break
             elif marker not in self._marks.ignored:
                 if has_lines:
                     yield from self._accept("\n")

@@ -7,7 +7,11 @@ import contextlib
 import json
 import re
 import sys
+from collections.abc import Mapping
 from json.encoder import encode_basestring
+from typing import Any
+
+from headrace.frontend.text.formats.parameters import types_of
 
 _PYTHON_ESCAPES = {
     **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
@@ -38,7 +42,7 @@ def within_text(text: str) -> str:
 def as_json(text: str) -> str:
     """A value written without quotes, as JSON: itself if it is JSON, a converted Python literal, or else a string."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         if text.startswith(("{", "[")):
             with contextlib.suppress(NoCallError):
@@ -46,6 +50,49 @@ def as_json(text: str) -> str:
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text)
         return lowered or as_text(text)
     return text
+
+
+def element_value(said: str | list[tuple[str, Any]], schema: Mapping[str, Any]) -> Any:
+    """The value that an element stands for: a text, or pairs of its elements' names and what those hold. Without a
+    schema elements called item are those of a list, as templates write lists; elements of the same name are one too."""
+    types = types_of(schema)
+    if isinstance(said, str):
+        return _text_value(said, types)
+    if "array" in types or ("object" not in types and {name for name, _ in said} == {"item"}):
+        items = _declared_in(schema, "items")
+        return [element_value(each, items) for _, each in said]
+    properties, found = _declared_in(schema, "properties"), dict[str, list[Any]]()
+    for name, each in said:
+        own = properties.get(name)
+        found.setdefault(name, []).append(element_value(each, own if isinstance(own, dict) else {}))
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
+
+
+def _declared_in(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What a schema, or the first of its alternatives that has it, declares as `key`."""
+    ways = [schema, *(each for way in ("anyOf", "oneOf") for each in schema.get(way) or ())]
+    found = [each[key] for each in ways if isinstance(each, Mapping) and isinstance(each.get(key), Mapping)]
+    return found[0] if found else {}
+
+
+def _text_value(text: str, types: frozenset[str]) -> Any:
+    """A value of one of these types that is written without quotes; without any, a text."""
+    if "null" in types and text.strip() in ("null", "None"):
+        return None
+    if "string" in types or not types:
+        return text
+    if not text.strip() and types & {"array", "object"}:
+        return [] if "array" in types else {}
+    try:
+        value = json.loads(as_json(text.strip()))
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return text
+    return value
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"JSON has no {text}")
 
 
 def object_of(text: str) -> str:

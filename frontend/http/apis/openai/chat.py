@@ -222,7 +222,7 @@ def _form_of(
 ) -> _Form:
     """Raises ApiError and InvalidRequestError."""
     own = from_body(request)
-    formats = parts.formats.of(rendered, choice)
+    formats = parts.formats.of(rendered, choice).as_written(rendered.text, tokenizer)
     # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
     thinks_in_channels = formats.channels is not None and not welcome.grammars_hold_in_reasoning
     or_json = schema_of_answer(own) if (choice.shown or thinks_in_channels) and not choice.forced else None
