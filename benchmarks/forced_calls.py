@@ -36,6 +36,8 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}<tools>{{ tools | 
 WILLING, UNWILLING = "TASK call IN here", "Hello"
 CHOICES = ("required", "named", "strict")
 MOST_TOKENS = 300
+LONGEST_S = 300.0
+"""For one answer: a library may take long to compile a grammar on a busy machine."""
 CUT_SHORT = ("length", "max_tokens", "incomplete")
 
 
@@ -164,7 +166,7 @@ def problem_of(api: Callable[..., Said], client: httpx.Client, said: str, choice
     try:
         whole, streamed = (api(client, said, choice, stream=stream) for stream in (False, True))
         problem = _difference(whole, streamed) or _fault(whole, said, choice)
-    except (ValueError, KeyError, AssertionError) as error:
+    except (ValueError, KeyError, AssertionError, httpx.HTTPError) as error:
         return f"{type(error).__name__}: {error}"
     return problem
 
@@ -221,6 +223,7 @@ def check(folder: Path, overrides: dict[str, int], format_name: str, library: st
     try:
         server.wait_ready()
         with server.client() as client:
+            client.timeout = httpx.Timeout(LONGEST_S)
             found = {
                 f"{api.__name__} {choice} {said}": problem_of(api, client, said, choice)
                 for api in APIS
