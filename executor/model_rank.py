@@ -36,6 +36,7 @@ from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.rank import Rank, Report, reader_of
 from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
 from headrace.executor.step.batch import BatchState
+from headrace.executor.step.handlers import RankParts, installed_handlers
 from headrace.executor.step.step_times import StepTimes
 from headrace.ipc.control import (
     ASLEEP,
@@ -56,7 +57,7 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, Opt
 from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.private_files import make_private
-from headrace.ipc.row_inputs import input_kinds
+from headrace.ipc.row_inputs import kinds_of
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
@@ -81,6 +82,8 @@ class ModelRank(Rank):
         self._bounded = BoundedCalls(options.control_timeout)
         self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
+        self._handlers = installed_handlers()
+        self.reads |= {handler.kind for _, handler in self._handlers}
         self._pooler: Pooler | None = None
         self._heads_read_again: Mapping[str, Head] = {}  # prepared by a reload
         self._head_tables: Mapping[str, HeadTable] = {}  # what adapters change of the layers behind the pooling
@@ -100,6 +103,10 @@ class ModelRank(Rank):
     def plan(self) -> Plan:
         assert self._plan is not None, "load comes first"
         return self._plan
+
+    def handle_attachments(self, batch: BatchState, cache: Any) -> None:
+        """Lets handlers of other packages take part in steps, before the first one. Raises OptionError."""
+        batch.handlers.install(self._handlers, RankParts(batch, cache, self._place))
 
     def set_up(self, batch: BatchState) -> Pooler | None:
         """Sets how rows are sampled and pooled besides their own parameters, before the first row. Returns the pooler
@@ -176,7 +183,7 @@ class ModelRank(Rank):
             pooling=found.tasks.pooling,
             whole_prompts=not spec.is_causal,
             why_no_prefix_caching=_why_no_prefix_caching(spec),
-            row_inputs=() if _why_no_row_inputs(spec) else tuple(sorted(input_kinds())),
+            row_inputs=() if _why_no_row_inputs(spec) else kinds_of(spec.architecture, checkpoint.config),
             why_no_row_inputs=_why_no_row_inputs(spec),
             input_width=spec.embedding_width,
             step_work=step_work(spec),

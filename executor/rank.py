@@ -19,7 +19,7 @@ from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
-from headrace.ipc.step import Attachment, AttachmentError, Drafts, StepPlan, StepResult, TokenMasks
+from headrace.ipc.step import Attachment, AttachmentError, Drafts, StateSnapshots, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.executor.parallel.rendezvous import Rendezvous
@@ -57,8 +57,9 @@ class ModelHost(ABC):
     async_by_default: bool = False
     """Whether the core plans ahead by default: steps run in another process or on a device, or gain from it here."""
 
-    reads: frozenset[type[Attachment]] = frozenset((Drafts, TokenMasks))
-    """The kinds of step attachments that a rank of this class reads."""
+    reads: frozenset[type[Attachment]] = frozenset((Drafts, TokenMasks, StateSnapshots))
+    """The kinds of step attachments that this rank reads: Headrace's own; a rank with a model reads those that an
+    installed handler is for, too (`executor/step/handlers.py`)."""
 
     def check_attachments(self, plan: Plan) -> None:
         """Raises AttachmentError if steps may carry a kind that this rank does not read: it would have no effect."""

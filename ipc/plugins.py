@@ -11,6 +11,9 @@
     [project.entry-points."headrace.step_features"]     # a class that every engine creates
     echo = "echo.feature:Echo"                          # (core/schedule/features/feature.py)
 
+    [project.entry-points."headrace.step_handlers"]     # a class that every rank with a model creates: the rank's side
+    echo = "echo.rank:EchoHandler"                      # of a step feature (executor/step/handlers.py)
+
     [project.entry-points."headrace.row_inputs"]        # a class: a kind of input in the place of tokens
     chart = "chart.input:Chart"                         # (ipc/row_inputs.py)
 
@@ -34,7 +37,7 @@ import sys
 import types
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.process.deferred_imports import import_deferred
@@ -45,10 +48,12 @@ VLLM_GROUP = "vllm.general_plugins"
 LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processors")
 """Headrace's own group, and the one of packages made for vLLM, whose interface is the same."""
 STEP_FEATURES_GROUP = "headrace.step_features"
+STEP_HANDLERS_GROUP = "headrace.step_handlers"
 ROW_INPUTS_GROUP = "headrace.row_inputs"
 CACHE_KINDS_GROUP = "headrace.cache_kinds"
 LORA_RESOLVERS_GROUP = "headrace.lora_resolvers"
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -82,6 +87,11 @@ def step_feature_entries() -> list[EntryPoint]:
     return sorted(_installed(STEP_FEATURES_GROUP), key=lambda entry: entry.name)
 
 
+def step_handler_entries() -> list[EntryPoint]:
+    """Installed handlers of steps' attachments, sorted by name."""
+    return sorted(_installed(STEP_HANDLERS_GROUP), key=lambda entry: entry.name)
+
+
 def row_input_entries() -> list[EntryPoint]:
     """Installed kinds of row inputs, sorted by name."""
     return sorted(_installed(ROW_INPUTS_GROUP), key=lambda entry: entry.name)
@@ -111,8 +121,8 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     return {
         group: list(installed.select(group=group))
         for group in (
-            *(GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, CACHE_KINDS_GROUP, LORA_RESOLVERS_GROUP),
-            *LOGITS_PROCESSORS_GROUPS,
+            *(GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, STEP_HANDLERS_GROUP, ROW_INPUTS_GROUP, CACHE_KINDS_GROUP),
+            *(LORA_RESOLVERS_GROUP, *LOGITS_PROCESSORS_GROUPS),
         )
     }
 
@@ -127,6 +137,29 @@ def load_plugin(entry: EntryPoint) -> Any:
         raise OptionError(
             f"the plugin {entry.name} of {_package(entry)} ({entry.value}) cannot be loaded: "
             f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def installed_class(entry: EntryPoint, what: str, base: type[T]) -> type[T]:
+    """The class that an entry of a `what` names, derived from `base`. Raises OptionError, naming entry and package."""
+    found = load_plugin(entry)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise OptionError(
+            f"the {what} {entry.name}, {entry.value}, is {found!r}; it must be a class derived from "
+            f"{base.__module__}.{base.__qualname__}"
+        )
+    return found
+
+
+def made(entry: EntryPoint, what: str, base: type[T]) -> T:
+    """One of `installed_class`. Raises OptionError."""
+    kind = installed_class(entry, what, base)
+    try:
+        return kind()
+    except BaseException as error:
+        let_interrupts_pass(error)
+        raise OptionError(
+            f"the {what} {entry.name}, {entry.value}, cannot be made without arguments: {error!r}"
         ) from error
 
 

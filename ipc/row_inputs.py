@@ -8,8 +8,9 @@ An input belongs to its request from arrival to end: after a preemption, or on a
 computed again. At its positions prompt_token_ids has PLACEHOLDER, which nothing looks up.
 
 What an input consists of is a kind, registered by name: `PromptEmbeds` here, and those of other packages, whose entry
-points are of the group `headrace.row_inputs` and name a class derived from `InputKind`. On the wire an input of any
-kind is the same struct of tensors. So client and engine may know different kinds, and an engine refuses one by name.
+points are of the group `headrace.row_inputs` and name a class derived from `InputKind`. A kind says which models it is
+for. On the wire an input of any kind is the same struct of tensors. So client and engine may know different kinds, and
+an engine refuses one by name.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from headrace.ipc.codec import DTYPES, Tensor
 from headrace.ipc.failure import OptionError, let_interrupts_pass
-from headrace.ipc.plugins import load_plugin, row_input_entries
+from headrace.ipc.plugins import made, row_input_entries
 from headrace.ipc.ranges import INT32, Longest, Range
 
 PLACEHOLDER = 0
@@ -72,6 +73,11 @@ class InputKind(ABC):
 
     name: ClassVar[str]
 
+    def is_for(self, architecture: str, config: Mapping[str, Any]) -> bool:
+        """Whether a model takes inputs of this kind that has rows in the place of embeddings at all. config: that of
+        its checkpoint, as a config.json has it. Others refuse them by name."""
+        return True
+
     @abstractmethod
     def most_bytes(self, num_positions: int, width: int) -> int:
         """The largest size of an input with so many positions. width: of the model's token embeddings."""
@@ -90,6 +96,16 @@ class InputKind(ABC):
         positions, 0 being `given.start`. Must depend only on what `given.hashes` has of each position."""
 
 
+_OWN = list[InputKind]()
+
+
+def _own(kind: type[InputKind]) -> type[InputKind]:
+    """Makes it one of the kinds that every engine has."""
+    _OWN.append(kind())
+    return kind
+
+
+@_own
 class PromptEmbeds(InputKind):
     """Embeddings that the user computed: as a token's row in the model's own table, before any scale of the model's."""
 
@@ -153,22 +169,17 @@ _ROUNDED_TO_INFINITY = {"float32": math.inf, "bfloat16": (2 - 2**-8) * 2.0**127,
 @functools.cache
 def input_kinds() -> Mapping[str, InputKind]:
     """The kinds by name: ours and those of installed packages. Raises OptionError, naming entry and package."""
-    found: dict[str, InputKind] = {PROMPT_EMBEDS: PromptEmbeds()}
-    for entry in row_input_entries():
-        kind = load_plugin(entry)
-        if not (isinstance(kind, type) and issubclass(kind, InputKind)):
-            raise OptionError(
-                f"the row input {entry.name}, {entry.value}, is {kind!r}; it must be a class derived from "
-                "headrace.ipc.row_inputs.InputKind"
-            )
-        try:
-            made = kind()
-        except BaseException as error:
-            let_interrupts_pass(error)
-            raise OptionError(f"the row input {entry.name}, {entry.value}, cannot be made: {error!r}") from error
-        if found.setdefault(made.name, made) is not made:
-            raise OptionError(f"two kinds of row inputs are called {made.name}; uninstall one's package")
+    found = dict[str, InputKind]()
+    installed = [made(entry, "row input", InputKind) for entry in row_input_entries()]  # type: ignore[type-abstract]
+    for kind in (*_OWN, *installed):
+        if found.setdefault(kind.name, kind) is not kind:
+            raise OptionError(f"two kinds of row inputs are called {kind.name}; uninstall one's package")
     return types.MappingProxyType(found)
+
+
+def kinds_of(architecture: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the kinds that a model with this config takes."""
+    return tuple(sorted(name for name, kind in input_kinds().items() if kind.is_for(architecture, config)))
 
 
 def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int, dtype: str) -> str:

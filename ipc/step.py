@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -65,21 +65,31 @@ class StepSizes(NamedTuple):
 
 
 class Attachment(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """Base class of a step's optional data: what a step feature sends to the ranks. A plan has at most one per kind.
+    """Base class of a step's optional data: what a step feature sends to the ranks with a plan, and what comes back to
+    it with the result. Each has at most one per kind.
 
     A kind is a subclass that `attachment` registers. Its fields have wire types (`np.ndarray`, numbers, texts, tuples),
     and its class name is its name on the wire.
     """
 
+    def select(self, kept: np.ndarray) -> Self:
+        """Of a result's: what is left where only those of the result's rows are that are true in kept [num_rows] bool:
+        the requests of the others have ended."""
+        return self
+
 
 A = TypeVar("A", bound=Attachment)
+SizeOf = Callable[[StepSizes], int]
 KINDS: dict[str, type[Attachment]] = {}
 """The registered kinds by name."""
-_MOST_BYTES: dict[str, Callable[[StepSizes], int]] = {}
+_MOST_BYTES: dict[str, tuple[SizeOf | None, SizeOf | None]] = {}
 
 
-def attachment(most_bytes: Callable[[StepSizes], int]) -> Callable[[type[A]], type[A]]:
-    """Registers a kind. most_bytes: the size of the largest one, encoded; the rings to the workers have room for it.
+def attachment(
+    most_bytes: SizeOf | None = None, *, most_returned_bytes: SizeOf | None = None
+) -> Callable[[type[A]], type[A]]:
+    """Registers a kind. most_bytes: the size of the largest one that goes to the ranks, encoded; most_returned_bytes:
+    of the largest that comes back. The rings between core and workers have room for them. None: none does.
 
     Raises TypeError if there is another kind of that name.
     """
@@ -87,25 +97,37 @@ def attachment(most_bytes: Callable[[StepSizes], int]) -> Callable[[type[A]], ty
     def register(kind: type[A]) -> type[A]:
         if KINDS.setdefault(kind.__name__, kind) is not kind:
             raise TypeError(f"two kinds of step attachments are called {kind.__name__}")
-        _MOST_BYTES[kind.__name__] = most_bytes
+        _MOST_BYTES[kind.__name__] = most_bytes, most_returned_bytes
         return kind
 
     return register
 
 
 def attachment_bytes(sizes: StepSizes) -> dict[str, int]:
-    """The largest size of each registered kind, encoded."""
-    return {name: most_bytes(sizes) for name, most_bytes in _MOST_BYTES.items()}
+    """The largest size of each kind that a plan may have, encoded."""
+    return {name: most(sizes) for name, (most, _) in _MOST_BYTES.items() if most is not None}
+
+
+def returned_bytes(sizes: StepSizes) -> dict[str, int]:
+    """The largest size of each kind that a result may have, encoded."""
+    return {name: most(sizes) for name, (_, most) in _MOST_BYTES.items() if most is not None}
 
 
 def attachments_type() -> Any:
-    """The type of `StepPlan.attachments`, with the kinds that are registered by now, for a decoder."""
+    """The type of the attachments of plans and results, with the kinds that are registered by now, for a decoder."""
     return tuple[functools.reduce(operator.or_, KINDS.values()), ...]  # type: ignore[misc]
 
 
-@attachment(most_bytes=lambda sizes: 4 * (sizes.num_rows + sizes.num_tokens) + 64)
+def _drafts_bytes(sizes: StepSizes) -> int:
+    return 4 * (sizes.num_rows + sizes.num_tokens) + 64
+
+
+@attachment(most_bytes=_drafts_bytes, most_returned_bytes=_drafts_bytes)
 class Drafts(Attachment, frozen=True):
     """Draft tokens of speculative decoding. They follow a row's last known token, so a step can yield several tokens.
+
+    With a result come those that a model in the rank drafts for the next step: tokens that may follow each of the
+    result's rows.
 
     A row with drafts is sampled after its last known token and after each draft, and keeps each sampled token as long
     as the draft before it was right: at least one token, at most one more than it has drafts. Keys and values of
@@ -113,13 +135,12 @@ class Drafts(Attachment, frozen=True):
     """
 
     counts: np.ndarray
-    """[num_scheduled] int32: how many of each row's planned tokens, at the end, are drafts; 0 for rows that are not
+    """[num_rows] int32: how many of each row's planned tokens, at the end, are drafts; 0 for rows that are not
     sampled"""
     token_ids: np.ndarray
     """[sum of counts] int32, row after row"""
 
     def select(self, kept: np.ndarray) -> Drafts:
-        """The drafts of the rows that are true in kept [num_rows] bool."""
         return Drafts(counts=self.counts[kept], token_ids=self.token_ids[np.repeat(kept, self.counts)])
 
 
@@ -179,6 +200,14 @@ class StateSnapshots(Attachment, frozen=True):
     """[num_snapshots * pages of the state group] int32: where they are stored, snapshot after snapshot"""
 
 
+def _attachment_of(self: StepPlan | StepResult, kind: type[A]) -> A | None:
+    """The attachment of this kind; None if there is none."""
+    for each in self.attachments:
+        if type(each) is kind:
+            return each
+    return None
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step. Apply it in this order: release rows, enter new ones, append blocks, then compute."""
 
@@ -204,12 +233,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attachments: tuple[Attachment, ...] = ()
     """At most one per kind."""
 
-    def get(self, kind: type[A]) -> A | None:
-        """The step's attachment of this kind; None if it has none."""
-        for each in self.attachments:
-            if type(each) is kind:
-                return each
-        return None
+    get = _attachment_of
 
     def check_read(self, reads: frozenset[type[Attachment]]) -> None:
         """Raises AttachmentError if the step has an attachment of a kind that is not in `reads`."""
@@ -225,8 +249,8 @@ class AttachmentError(HeadraceError):
     def of(cls, attached: Set[str], read: Set[str]) -> AttachmentError:
         return cls(
             f"steps carry {', '.join(sorted(attached - read))}, which this executor does not read; it reads "
-            f"{', '.join(sorted(read))}. Name a worker class that reads it (worker_cls), or uninstall the package "
-            "whose step feature attaches it"
+            f"{', '.join(sorted(read))}. Install a handler for it where the ranks run (headrace.step_handlers), name a "
+            "worker class that reads it (worker_cls), or uninstall the package whose step feature attaches it"
         )
 
 
@@ -285,9 +309,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ended_s: float = 0.0
     expert_balance: ExpertBalance | None = None
     """Set if it was measured after this step."""
-    drafts: Drafts | None = None
-    """What a model in the rank drafts for the next step: `counts` [num_sampled], tokens that may follow each of `rows`.
-    None: there is no such model, or it drafted nothing."""
+    attachments: tuple[Attachment, ...] = ()
+    """What comes back to step features, at most one per kind: of registered kinds, from the handlers of the rank that
+    replies (`executor/step/handlers.py`)."""
+
+    get = _attachment_of
 
 
 def nth_of_each(counts: np.ndarray) -> np.ndarray:

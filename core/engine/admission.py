@@ -19,7 +19,7 @@ from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import SHUT_DOWN, Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
-from headrace.ipc.plugins import has_logits_processors
+from headrace.ipc.plugins import has_logits_processors, step_feature_entries
 from headrace.ipc.prefix_names import PrefixKey
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, checks_of, names_marked, out_of_range
 from headrace.ipc.row_inputs import problem_of
@@ -65,7 +65,7 @@ class Admission:
         self._row_inputs, self._input_width, self._dtype = plan.row_inputs, plan.model.input_width, plan.dtype
         self._plan = plan
         self.use_weights(plan.model.weights)
-        self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
+        self._reads_extra_args = has_logits_processors(plan.options.logits_processors) or bool(step_feature_entries())
         checks_of(AddRequest)  # now, so that the first request need not wait for it
         self._token_fields = names_marked(Sampling, VOCABULARY)
         self._version = __version__
@@ -175,7 +175,7 @@ class Admission:
         if sampling.extra_args and not self._reads_extra_args:
             return self.refusal(
                 f"{FIELD}.extra_args has {', '.join(sampling.extra_args)}, and this engine has no logits processors to "
-                "read them: start it with logits_processors"
+                "read them, nor step features of other packages: start it with logits_processors"
             )
         for name in self._token_fields:
             if not (value := getattr(sampling, name)):

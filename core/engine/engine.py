@@ -26,7 +26,7 @@ from headrace.core.options.memory import cache_size, fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import check_stored_format, resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
-from headrace.core.schedule.features.installed import attached_kinds
+from headrace.core.schedule.features.chosen import attached_kinds
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
 from headrace.ipc.adapters import Adapters

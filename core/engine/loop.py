@@ -52,11 +52,9 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.schedule.block_residency import BlockResidency
-from headrace.core.schedule.features.adapter_limit import AdapterLimit
+from headrace.core.schedule.features.chosen import features_of
 from headrace.core.schedule.features.drafts import drafting_of
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
-from headrace.core.schedule.features.installed import installed_features
-from headrace.core.schedule.features.state_snapshots import KeepingStates, keeps_states
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
@@ -162,9 +160,7 @@ class Loop:
             self.scheduler.pool.residency = BlockResidency(options.kv_cache_metrics_sample)
         self._work = WorkMeter(plan, facts) if options.enable_mfu_metrics else None
         self._drafting = drafting_of(plan)
-        states = [KeepingStates()] if keeps_states(plan) else []
-        limits = [] if plan.adapters is None else [AdapterLimit(plan.adapters.max_loras)]
-        for feature in (self._drafting, *states, *limits, *installed_features()):
+        for feature in (self._drafting, *features_of(plan)):
             self.scheduler.add_feature(feature)
         self._output_builder = OutputBuilder(self.scheduler)
         logger.info("up to %d steps in flight: %s", in_flight.depth, in_flight.reason)

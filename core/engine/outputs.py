@@ -58,7 +58,7 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
         rows=result.rows[there],
         token_ids=result.token_ids[kept],
         counts=counts,
-        drafts=None if result.drafts is None else result.drafts.select(there),
+        attachments=tuple(each.select(there) for each in result.attachments),
         logprob_indices=indices,
         logprobs=logprobs,
         prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),

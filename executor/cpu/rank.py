@@ -43,7 +43,7 @@ from headrace.executor.step.pipeline import StageRunner
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
-from headrace.ipc.step import StateSnapshots, StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu.facade import build, units
 from headrace.kernels.registry import Op, Version
 
@@ -60,7 +60,6 @@ class CpuRank(ModelRank):
     """
 
     max_steps_in_flight = 2
-    reads = ModelRank.reads | {StateSnapshots}
 
     def __init__(self, options: Options, place: RankCoordinates = SINGLE) -> None:
         super().__init__(options, place, torch.device("cpu"))
@@ -135,6 +134,7 @@ class CpuRank(ModelRank):
         self._cache = cache
         ends, pages = plan.model.eos_token_ids, groups[-1].pages
         batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, ends, cache.factors, pages)
+        self.handle_attachments(batch, cache)
         self._runner = self._make_runner(model, batch)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # now, so that the first request need not wait for it

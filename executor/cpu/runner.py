@@ -26,6 +26,8 @@ from headrace.ipc.step import Drafts, StepPlan, StepResult, TokenMasks
 
 CHANGED_OR_REPORTED = int(~(Needs.RANDOM | Needs.TRUNCATION))
 """Needs that a model's own choice of tokens does not meet."""
+IN_THE_MODEL = frozenset((TokenMasks,))
+"""Attachments that change logits, and that a model's own choice of tokens heeds."""
 
 
 class ModelRunner:
@@ -69,7 +71,7 @@ class ModelRunner:
             return empty_result(plan)
         needs, drafts = self._batch.sampling.all_needs(plan.rows), plan.get(Drafts)
         positions = None if drafts is None else SampledPositions(plan, drafts)
-        if needs & CHANGED_OR_REPORTED:
+        if needs & CHANGED_OR_REPORTED or self._batch.handlers.change_logits(plan, besides=IN_THE_MODEL):
             return self._reported(plan, positions, reports_prompts=bool(needs & Needs.PROMPT_LOGPROBS))
         if positions is not None:
             return self._drafted(plan, needs, positions)
@@ -151,7 +153,9 @@ class ModelRunner:
     def _sample(
         self, logits: Tensor, rows: np.ndarray, plan: StepPlan, num_tokens: np.ndarray | None = None
     ) -> Sampled:
-        return sample(logits, self._batch, rows, num_tokens, plan.get(TokenMasks)) if len(rows) else _NOTHING
+        if not len(rows):
+            return _NOTHING
+        return sample(logits, self._batch, rows, num_tokens, self._batch.handlers.change_of(plan))
 
     @torch.inference_mode()
     def _report_prompts(self, plan: StepPlan, arrays: StepArrays, computed: StepLogits) -> PromptReport:
@@ -164,7 +168,9 @@ class ModelRunner:
         if self._link is not None and len(new.rows):
             publish(self._link, plan.step, new)
         result = assemble(plan, new, times_s, prompts)
-        return result if self._pooler is None else self._pooler.added_to(result)
+        if self._pooler is not None:
+            result = self._pooler.added_to(result)
+        return self._batch.handlers.end(plan, result) if plan.attachments else result
 
 
 _NOTHING = Sampled(np.zeros(0, np.int32), {})

@@ -50,6 +50,8 @@ ON_THE_DEVICE = (
     int(Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS)
     & ~ON_HOST_ALONE
 )
+CHANGED_ON_THE_DEVICE = frozenset((TokenMasks,))
+"""Attachments that change logits, and that the device heeds as it chooses."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class GpuRunner:
             if len(step.plan.rows):
                 step.times_s = times
             result = self._in_flight.popleft().result()
+            if step.plan.attachments:
+                result = self.batch.handlers.end(step.plan, result)
         self.times.collected(result)
         return result
 
@@ -198,6 +202,7 @@ class GpuRunner:
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.sampling.all_needs(plan.rows)
         on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.selection.can(step.rows)
+        on_the_host |= self.batch.handlers.change_logits(plan, besides=CHANGED_ON_THE_DEVICE)
         logits = self._compute(plan, step, needs)
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
@@ -221,7 +226,7 @@ class GpuRunner:
         assert logits is not None, "rows with drafts are sampled"
         with self.times.phase("sample"):
             num_tokens = batch.num_tokens[positions.row_of] + positions.nth
-            sampled = sample(logits, batch, positions.row_of, num_tokens, masks=plan.get(TokenMasks))
+            sampled = sample(logits, batch, positions.row_of, num_tokens, batch.handlers.change_of(plan))
             step.new = new = AddedTokens.verified(positions, sampled)
             assert new.counts is not None, "verified tokens are counted"
             batch.append_sampled(new.rows, new.token_ids, new.counts)
@@ -240,7 +245,7 @@ class GpuRunner:
         is_decode = is_decode and not self.batch.inputs.placed(plan)
         if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
-            ends_with_logits = needs & ~ON_THE_DEVICE or plan.get(TokenMasks) is not None
+            ends_with_logits = needs & ~ON_THE_DEVICE or self.batch.handlers.change_logits(plan)
             return self._decode(plan, StepEnding.LOGITS if ends_with_logits else ending_for(needs))
         return self._mixed(plan, step, needs)
 
@@ -299,7 +304,7 @@ class GpuRunner:
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """Lets the host's sampler choose, for needs without an op on the device. Earlier steps must be settled."""
-        sampled = sample(logits, self.batch, step.rows, masks=step.plan.get(TokenMasks))
+        sampled = sample(logits, self.batch, step.rows, change=self.batch.handlers.change_of(step.plan))
         step.new = AddedTokens.one_each(step.rows, sampled)
         rows, token_ids = self._staging.send(step.rows, sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids

@@ -89,7 +89,8 @@ class Kept:
     """Of one token, or of the sequence. The first dimension counts units, which stay whole in memory: the heads, or the
     past inputs of a convolution (of the name history)."""
     dtype: Literal["cache"] | StateType = "cache"
-    """cache: the type of cached keys and values. That of a state is the spec's: see `ArchSpec.own_states`."""
+    """cache: what the engine's options say: of a token, the type of cached keys and values; of a state, that of the
+    spec (`history_type` for the name history, else `state_type`). Another: that of a state, whatever they say."""
 
     @property
     def unit_bytes(self) -> int:
@@ -465,6 +466,8 @@ class ArchSpec:
         return tuple(tuple(self._typed(kept) for kept in state) for state in states)
 
     def _typed(self, kept: Kept) -> Kept:
+        if kept.dtype != "cache":
+            return kept
         return replace(kept, dtype=self.history_type if kept.name == "history" else self.state_type)
 
     @property

@@ -53,7 +53,7 @@ from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.process.host import host_memory
-from headrace.ipc.step import StepPlan, StepResult, StepSizes, attachment_bytes
+from headrace.ipc.step import StepPlan, StepResult, StepSizes, attachment_bytes, returned_bytes
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
@@ -310,7 +310,10 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     pages = sum(group.pages for group in plan.model.cache_groups)
     most_snapshots = 2 * seqs + tokens // plan.block_size
     sizes = StepSizes(seqs, tokens, plan.max_logits, plan.model.vocab_size, num_state_pages=pages * most_snapshots)
-    attached_bytes = sum(min(size, ATTACHMENT_IN_SLOT) for size in attachment_bytes(sizes).values())
+    attached_bytes, back_bytes = (
+        sum(min(size, ATTACHMENT_IN_SLOT) for size in largest(sizes).values())
+        for largest in (attachment_bytes, returned_bytes)
+    )
     step_bytes = (
         1024
         + attached_bytes
@@ -319,7 +322,7 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
         + (tokens // plan.block_size + seqs) * 8 * groups
     )
     width = min(plan.max_logprobs + 1, LOGPROBS_IN_SLOT)
-    result_bytes = 1024 + seqs * (4 + 4 + 4 + 4 + 8 * width)
+    result_bytes = 1024 + back_bytes + seqs * (4 + 4 + 4 + 4 + 8 * width)
     if (pooling := plan.model.pooling) is not None:
         vectors = seqs * (1 + 2 * ("embed_sparse" in pooling.kinds))
         vectors += tokens if any(kind.startswith("token_") for kind in pooling.kinds) else 0

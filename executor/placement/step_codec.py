@@ -11,6 +11,7 @@ An array field is one that is declared `np.ndarray`; such arrays have one dimens
 
 from __future__ import annotations
 
+import functools
 import struct
 import typing
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.codec import CodecError, Tensor
+from headrace.ipc.plugins import load_plugin, step_feature_entries
 from headrace.ipc.step import KINDS, LazyArray, StepPlan, StepResult, attachments_type
 
 T = TypeVar("T", StepPlan, StepResult)
@@ -30,15 +32,21 @@ class StepCodec(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         hints = typing.get_type_hints(kind)
-        if "attachments" in hints:
-            hints["attachments"] = attachments_type()
         self._kind: type[T] = kind
         self._arrays = [name for name in kind.__struct_fields__ if hints[name] is np.ndarray]
         self._others = [name for name in kind.__struct_fields__ if hints[name] is not np.ndarray]
         self._header = struct.Struct("<I" + "cI" * len(self._arrays))
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._hints = hints
+
+    @functools.cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        """Made for the first message, when every kind of attachments that may come is registered."""
+        for entry in step_feature_entries():  # a process without the features themselves learns their kinds here
+            load_plugin(entry)
+        hints = {**self._hints, "attachments": attachments_type()}
         rest_type: Any = tuple[tuple(hints[name] for name in self._others)]  # type: ignore[misc]
-        self._decoder = msgspec.msgpack.Decoder(rest_type, dec_hook=_decode_array)
+        return msgspec.msgpack.Decoder(rest_type, dec_hook=_decode_array)
 
     def encode(self, message: T) -> bytes:
         arrays = [getattr(message, name) for name in self._arrays]
@@ -56,10 +64,11 @@ class StepCodec(Generic[T]):
 
     def decode(self, data: bytes | bytearray) -> T:
         """The arrays share `data`'s memory. Raises CodecError for bytes that `encode` did not produce."""
+        decoder = self._decoder
         try:
             rest_bytes, *fields = self._header.unpack_from(data)
             at = self._header.size
-            rest = self._decoder.decode(memoryview(data)[at : at + rest_bytes])
+            rest = decoder.decode(memoryview(data)[at : at + rest_bytes])
             values = dict(zip(self._others, rest, strict=True))
             at += rest_bytes
             at += -at % 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,12 @@ from headrace.executor.sampling.rows import ProcessedRows, truncate_row
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
-from headrace.ipc.step import RowFailure, TokenMasks
+from headrace.ipc.step import RowFailure
 from headrace.kernels.reference.sampling import DeviceDraws
+
+ChangeLogits = Callable[[Tensor, np.ndarray, np.ndarray], None]
+"""Called with logits [num_rows, vocab_size], which it changes in place, the row of each, and how many tokens of the row
+come before the one to choose."""
 
 
 class RefusedRow(str):
@@ -68,27 +73,27 @@ def sample(
     batch: SampledRows,
     rows: np.ndarray,
     num_tokens: np.ndarray | None = None,
-    masks: TokenMasks | None = None,
+    change: ChangeLogits | None = None,
 ) -> Sampled:
     """Chooses the next token of each row.
 
     logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; may be overwritten. num_tokens:
     [num_rows], the number of the row's tokens before the one to choose, where a row with drafts occurs once for each
-    position; None: all known tokens. masks: the tokens that may be chosen; their positions are rows of logits.
+    position; None: all known tokens. change: what step features change, such as tokens that a grammar forbids.
     """
     needs = batch.sampling.needs[rows]
     used = batch.sampling.all_needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes logits
-    changes = bool(used & CHANGES) or masks is not None
+    changes = bool(used & CHANGES) or change is not None
     problems: dict[int, str] = {}
     custom = None
     if changes:
         problems = find_problems(logits.amax(1).cpu().numpy())
         if used & Needs.LOGITS_PROCESSORS and batch.sampling.logits_processors is not None:
             custom = batch.sampling.logits_processors.begin(batch, rows, num_tokens, problems)
-        if masks is not None:
-            apply_masks(logits, masks)
+        if change is not None:
+            change(logits, rows, batch.num_tokens[rows] if num_tokens is None else num_tokens)
         apply_rules(logits, batch, rows, num_tokens)
         if custom is not None:
             custom.apply(logits, argmax_invariant=False)
@@ -168,13 +173,6 @@ def choose_tokens(logits: Tensor, draws: Draws) -> Chosen:
         ),
     )
     return Chosen(chosen.token_ids.int().cpu().numpy(), chosen.best.cpu().numpy())
-
-
-def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
-    """Forbids, in place, the tokens that masks do not allow."""
-    allowed = torch.from_numpy(masks.allowed(logits.shape[1])).to(logits.device)
-    for place, mask in zip(masks.positions.tolist(), allowed, strict=True):
-        logits[place].masked_fill_(~mask, -torch.inf)
 
 
 def apply_rules(logits: Tensor, batch: SampledRows, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:

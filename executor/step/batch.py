@@ -1,7 +1,7 @@
 """The running requests as numpy arrays: one row each, kept between steps and changed by a StepPlan's deltas.
 
-Only `BatchState.apply` and its `append_` methods write; the runner and the sampler read. Imports no torch, so that it
-can be tested alone.
+Only `BatchState.apply`, with the handlers that it calls, and its `append_` methods write; the runner and the sampler
+read. Imports no torch, so that it can be tested alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import numpy as np
 from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.step.adapters import AdapterColumns, TokenAdapters
 from headrace.executor.step.columns import RowColumns
+from headrace.executor.step.handlers import Handlers
+from headrace.executor.step.own_handlers import KeepingSnapshots, Masking, PuttingDrafts
 from headrace.executor.step.row_inputs import InputColumns, PlacedInput
 from headrace.executor.step.states import RowStates, StateArrays
 from headrace.executor.step.verification import SampledPositions
-from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
+from headrace.ipc.step import NewRow, StepPlan, nth_of_each
 
 _NONE = np.zeros(0, np.int32)
 
@@ -73,7 +75,8 @@ class BatchState:
         self.block_size, self.num_groups = block_size, (num_groups := len(factors))
         self._factors = np.array(factors, np.int32) if any(each != 1 for each in factors) else None
         self._states = RowStates(num_rows, state_pages) if state_pages else None
-        self._states_of_step: StateArrays | None = None
+        self.states_of_step: StateArrays | None = None
+        """Of the plan that was applied last, for a model that keeps states."""
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
@@ -93,12 +96,13 @@ class BatchState:
             "adapters": self.adapters,
         }
         """What requests bring besides tokens and blocks, by concern."""
+        self.handlers = Handlers((PuttingDrafts(self), KeepingSnapshots(self), Masking()))
         self._repeated_rows = np.zeros(0, np.int32)
         self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array per step, not yet in `tokens`
         self._counting = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Releases, enters and extends rows according to the plan, in that order."""
+        """Releases, enters and extends rows according to the plan, in that order, and begins with its attachments."""
         if self._repeated:
             self._take_repeated()
         if plan.released_rows.size:
@@ -111,16 +115,10 @@ class BatchState:
             self._enter(new)
         if plan.block_tables.size:
             self.append_blocks(plan.block_tables, plan.block_ids)
-        if (drafts := plan.get(Drafts)) is not None:
-            self._put_drafts(plan, drafts)
         if self._states is not None:
-            self._states_of_step = self._states.advance(plan)
-
-    def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
-        """Writes drafts after each row's known tokens, which may themselves not have arrived yet."""
-        first = plan.num_computed_tokens + plan.num_tokens - drafts.counts
-        columns = np.repeat(first, drafts.counts) + nth_of_each(drafts.counts)
-        self.tokens[np.repeat(plan.rows, drafts.counts), columns] = drafts.token_ids
+            self.states_of_step = self._states.advance(plan)
+        if plan.attachments:
+            self.handlers.begin(plan)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Appends counts [n] sampled tokens each to distinct rows [n], in row order; without counts one each."""
@@ -183,7 +181,7 @@ class BatchState:
             block_size=self.block_size,
             given=self.inputs.placed(plan),
             reads_logits=reads_logits,
-            states=self._states_of_step,
+            states=self.states_of_step,
             adapters=self.adapters.of_tokens(rows, query_start, positions),
         )
 

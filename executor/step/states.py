@@ -31,6 +31,19 @@ class StateArrays:
         none = {"snapshot_sequences": _NONE, "snapshot_ends": _NONE, "snapshot_pages": self.snapshot_pages[:0]}
         return replace(self, sources=self.pages, has_source=zeros + 1, replayed=zeros, committed=zeros + 1, **none)
 
+    def with_snapshots(self, snapshots: StateSnapshots, plan: StepPlan) -> StateArrays:
+        """The inputs of a step, which is this plan's, that also keeps these snapshots."""
+        index_of_row = np.zeros(int(self.rows.max()) + 1, np.int32)
+        index_of_row[self.rows] = np.arange(len(self.rows), dtype=np.int32)
+        sequences = index_of_row[snapshots.rows]
+        covered = plan.num_computed_tokens - self.replayed
+        return replace(
+            self,
+            snapshot_sequences=sequences,
+            snapshot_ends=snapshots.positions - covered[sequences],
+            snapshot_pages=snapshots.pages.reshape(len(sequences), -1),
+        )
+
 
 class RowStates:
     """Where each row's state is. A row's own pages have the state after its first `covered` tokens; those of a row that
@@ -55,27 +68,19 @@ class RowStates:
         self.covered[new.row] = new.num_computed_tokens
 
     def advance(self, plan: StepPlan) -> StateArrays:
-        """The step's inputs; the rows' states then cover what the step computes, without drafts."""
-        rows, drafts, snapshots = plan.rows, plan.get(Drafts), plan.get(StateSnapshots)
+        """The step's inputs, without snapshots; the rows' states then cover what the step computes, without drafts."""
+        rows, drafts = plan.rows, plan.get(Drafts)
         committed = plan.num_tokens if drafts is None else plan.num_tokens - drafts.counts
-        covered = self.covered[rows]
-        sequences, ends, pages = _NONE, _NONE, np.zeros((0, self._pages.shape[1]), np.int32)
-        if snapshots is not None:
-            index_of_row = np.zeros(len(self.covered), np.int32)
-            index_of_row[rows] = np.arange(len(rows), dtype=np.int32)
-            sequences = index_of_row[snapshots.rows]
-            ends = snapshots.positions - covered[sequences]
-            pages = snapshots.pages.reshape(len(sequences), -1)
         found = StateArrays(
             rows=rows,
             pages=self._pages[rows],
             sources=self._sources[rows],
             has_source=self._has_source[rows],
-            replayed=plan.num_computed_tokens - covered,
+            replayed=plan.num_computed_tokens - self.covered[rows],
             committed=committed,
-            snapshot_sequences=sequences,
-            snapshot_ends=ends,
-            snapshot_pages=pages,
+            snapshot_sequences=_NONE,
+            snapshot_ends=_NONE,
+            snapshot_pages=self._pages[:0],
         )
         self._sources[rows], self._has_source[rows] = found.pages, 1
         self.covered[rows] = plan.num_computed_tokens + committed

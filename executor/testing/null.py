@@ -35,7 +35,6 @@ from headrace.ipc.step import (
     PooledRows,
     PromptLogprobRun,
     RowFailure,
-    StateSnapshots,
     StepPlan,
     StepResult,
     TokenMasks,
@@ -81,8 +80,6 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class NullExecutor(Executor):
     """Executes plans without a model. A token depends only on the request's prompt and adapters, and on the token's
     position."""
-
-    reads = Executor.reads | {StateSnapshots}
 
     def __init__(self, options: Options, model: NullModel | None = None, bundle: TokenizerBundle | None = None) -> None:
         """Raises OptionError for hf_overrides that are no fields of NullModel (not read when `model` is given)."""
@@ -253,7 +250,7 @@ class _Rows:
             failures=failures,
             began_s=began_s,
             ended_s=time.monotonic(),
-            drafts=self._drafts(rows) if self._model.num_drafts else None,
+            attachments=(self._drafts(rows),) if self._model.num_drafts else (),
         )
 
     def _drafts(self, rows: np.ndarray) -> Drafts:

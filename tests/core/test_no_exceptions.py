@@ -18,14 +18,13 @@ import zmq
 
 from headrace import LLM, AsyncLLM, EngineDeadError, OptionError, SamplingParams
 from headrace.core.schedule.features.feature import StepFeature
-from headrace.core.schedule.features.installed import _made
 from headrace.executor.sampling.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
 from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.api.streaming_input import StreamingInput
 from headrace.frontend.client.own_engine import run_in_process
 from headrace.frontend.client.transport import MemoryTransport
 from headrace.ipc.failure import EngineStartError, HeadraceError
-from headrace.ipc.plugins import load_class
+from headrace.ipc.plugins import load_class, made
 from headrace.ipc.step import StepPlan
 from headrace.ipc.transport.sockets import CutShortError, send_whole
 
@@ -143,8 +142,9 @@ def test_a_step_feature_that_cannot_be_made_is_a_wrong_option(kind: str) -> None
         raise KINDS[kind]("as was asked")
 
     leaving = type("Leaving", (StepFeature,), {"__init__": __init__})
+    entry: Any = types.SimpleNamespace(name="its", value="value", load=lambda: leaving)
     with pytest.raises(OptionError, match=r"the step feature its, value, cannot be made.*as was asked"):
-        _made(leaving, "its", "value")
+        made(entry, "step feature", StepFeature)
 
 
 class Leaving(NullExecutor):

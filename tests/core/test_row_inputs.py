@@ -18,7 +18,7 @@ from headrace.executor.testing.null import INPUT_WIDTH
 from headrace.ipc import plugins
 from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.codec import Codec, Tensor
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import (
     AddRequest,
     ClientMessage,
@@ -51,6 +51,15 @@ class Soft(InputKind):
     def values(self, given, first, last):
         vector = given.tensors[0].numpy()
         return Tensor.from_numpy(np.float32(vector) * np.arange(first + 1, last + 1, dtype=np.float32)[:, None])
+
+
+class Seen(Soft):
+    """Of models that see."""
+
+    name = "seen"
+
+    def is_for(self, architecture, config):
+        return "vision_config" in config
 '''
 
 
@@ -58,7 +67,7 @@ class Soft(InputKind):
 def soft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package with a kind of its own."""
     (tmp_path / "lab_inputs.py").write_text(SOFT)
-    install(tmp_path, "soft = lab_inputs:Soft", monkeypatch)
+    install(tmp_path, "soft = lab_inputs:Soft\nseen = lab_inputs:Seen", monkeypatch)
     yield
     monkeypatch.undo()
     forget_installed()
@@ -209,7 +218,7 @@ def test_an_installed_kind_is_taken_and_named_like_ours() -> None:
     client.add(3, [0] * 12 + [6], inputs=(soft_input(0, 12, width=9),), max_tokens=2)
     core.run_until_idle()
     said = {finish.slot: finish.failure.message for finish in client.finishes() if finish.failure is not None}
-    assert "prompt_embeds, which this engine does not read; it reads: soft" in said[2]
+    assert "prompt_embeds, which this engine does not read; it reads: seen, soft" in said[2]
     assert "soft: a vector of 64 is needed" in said[3]
 
 
@@ -244,6 +253,11 @@ def test_a_model_computes_an_installed_kind(tmp_path: Path) -> None:
         filled[2:11] = values
         mask = [not 2 <= at < 11 for at in range(12)]
         same = {"prompt_embeds": filled, "prompt_token_ids": prompt["prompt_token_ids"], "prompt_is_token_ids": mask}
+        other = {**prompt, "row_inputs": [msgspec.structs.replace(given, kind="seen")]}
+        with pytest.raises(
+            InvalidRequestError, match="of the kind seen, which this engine does not read; it reads: prompt"
+        ):
+            llm.generate(other, params, use_tqdm=False)
         (found,), (expected,) = (llm.generate(each, params, use_tqdm=False) for each in (prompt, same))
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob

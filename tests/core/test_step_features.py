@@ -14,9 +14,9 @@ from engine_parts import SteppedCore, make_plan
 from test_steady import Noting
 
 from headrace.core.schedule.drafters.drafter import Drafter
+from headrace.core.schedule.features.chosen import attached_kinds, features_of
 from headrace.core.schedule.features.contained import CONCERNED, contain
 from headrace.core.schedule.features.feature import NOTHING_NOW, Followed, Repeated, StepFeature
-from headrace.core.schedule.features.installed import attached_kinds, installed_features
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.repeated_decode import ContinuedDecode
 from headrace.executor.placement.step_codec import StepCodec
@@ -111,7 +111,7 @@ def test_an_installed_feature_is_part_of_every_step(
 ) -> None:
     plain = answers(SteppedCore(async_scheduling=False))
     install(tmp_path, f"marks = {__name__}:Marking", monkeypatch)
-    assert attached_kinds() == ("Drafts", "Marks", "TokenMasks")
+    assert attached_kinds(make_plan()[0]) == ("Drafts", "Marks", "TokenMasks")
     core = SteppedCore(executor_class=ReadsMarksAhead if ahead else ReadsMarks, async_scheduling=ahead)
     marked = answers(core)
     plans = cast(ReadsMarks, core.executor).plans
@@ -216,7 +216,7 @@ def test_a_feature_of_ones_own_may_draft() -> None:
 @pytest.mark.parametrize("rank", [NullExecutor, CpuRank])
 def test_a_rank_that_does_not_read_a_kind_refuses_the_plan_in_words(rank: Any) -> None:
     plan, _ = make_plan()
-    words = "steps carry Marks, which this executor does not read; it reads Drafts, .*TokenMasks. Name a worker class"
+    words = "steps carry Marks, which this executor does not read; it reads Drafts, .*TokenMasks. Install a handler"
     with pytest.raises(AttachmentError, match=words):
         rank.check_attachments(rank.__new__(rank), msgspec.structs.replace(plan, attachments=("Marks", "Drafts")))
     core = SteppedCore(async_scheduling=False)  # of a scheduler that attaches what it does not declare
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_read_a_kind_refuses_the_plan_in_words(rank: Any) -
 def test_a_step_feature_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, f"marks = {__name__}:Marks", monkeypatch)
     with pytest.raises(OptionError, match=r"the step feature marks, test_step_features:Marks, .* derived from"):
-        installed_features()
+        features_of(make_plan()[0])
 
 
 def test_a_kind_has_a_size_and_a_name_of_its_own_and_travels_as_it_is() -> None:

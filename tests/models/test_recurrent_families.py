@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from headrace import LLM, HeadraceError, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.sources.sharded_state import save
+from headrace.executor.models.arch import Kept
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import block_bytes, cache_groups
 from headrace.executor.parallel.rank_place import RankCoordinates
@@ -181,6 +182,22 @@ def test_pages_have_no_more_room_for_8_bits_or_states_of_16_than_they_need(folde
     (pages, size), (of_8, less), (of_16, same) = found[""], found["8"], found["16"]
     assert (pages * size, less) == (of_8 * less * 4 // 3, size // 2), "scales are a sixth of a page, and units whole"
     assert (same, of_16) == (size, -(-pages // 2))
+
+
+def test_a_state_of_a_declared_type_keeps_it_whatever_the_options_say(folder: Path) -> None:
+    spec = spec_from_config(json.loads((saved(folder, "mamba2") / "config.json").read_text()))
+    halved = replace(spec, history_type="bfloat16", state_type="bfloat16")
+    mixer: Any = spec.layers[0].mixer
+
+    class Exact(type(mixer)):  # type: ignore[misc]
+        def state(self, tp_size: int) -> tuple[Kept, ...]:
+            history, state = super().state(tp_size)
+            return history, replace(state, dtype="float32")
+
+    exact = Exact(**{each.name: getattr(mixer, each.name) for each in fields(mixer)})
+    own = replace(halved, layers=tuple(replace(each, mixer=exact) for each in spec.layers))
+    assert {tuple(kept.dtype for kept in layer) for layer in halved.own_states(1)} == {("bfloat16", "bfloat16")}
+    assert {tuple(kept.dtype for kept in layer) for layer in own.own_states(1)} == {("bfloat16", "float32")}
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5", "jamba", "falcon_h1", "minimax"])

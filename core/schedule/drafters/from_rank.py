@@ -1,7 +1,7 @@
 """Draft tokens of a model in the rank, such as a small model of the same vocabulary or heads trained for it.
 
 The rank drafts after each step, for the rows that it sampled, and its drafts come back with the step's result
-(`ipc/step.py:StepResult.drafts`). So a row is planned once the result of its last step is there.
+(`ipc/step.py:Drafts`). So a row is planned once the result of its last step is there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
-from headrace.ipc.step import StepResult
+from headrace.ipc.step import Drafts, StepResult
 
 
 class RankDrafter(Drafter):
@@ -28,10 +28,11 @@ class RankDrafter(Drafter):
         return 0
 
     def take(self, result: StepResult) -> None:
-        if result.drafts is None:
+        drafts = result.get(Drafts)
+        if drafts is None:
             return
-        counts = result.drafts.counts
-        ends, tokens = np.cumsum(counts).tolist(), result.drafts.token_ids
+        counts = drafts.counts
+        ends, tokens = np.cumsum(counts).tolist(), drafts.token_ids
         known = self.table.num_known_tokens[result.rows].tolist()
         for row, count, end, num_tokens in zip(result.rows.tolist(), counts.tolist(), ends, known, strict=True):
             self._drafts[row] = num_tokens, tokens[end - count : end]

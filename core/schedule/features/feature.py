@@ -17,12 +17,14 @@ hooks of all its features, in the order in which they were added, and knows none
     a row is freed
                 leave      forget it
 
-What a feature attaches is a kind of `ipc.step.Attachment` of its own, registered with its largest size; the ranks read
-it with `plan.get(Kind)`, and a rank lists the kinds that it reads (`executor.rank.ModelHost.reads`).
+What a feature attaches is a kind of `ipc.step.Attachment` of its own, registered with its largest size. What the ranks
+do with it is the kind's handler there (`executor/step/handlers.py:Handler`); a rank refuses plans with kinds that it
+does not read (`executor/rank.py:ModelHost.reads`). What a handler gives back comes with the step's result
+(`StepResult.get`), which `take` sees; a feature that waits for it has no `repeated`, as repeated steps call no `take`.
 
 Another package adds a feature as an entry point of the group `headrace.step_features`, which names a class derived from
-`StepFeature` (`installed.py`). Where a hook of such a feature raises, the requests that it was called for fail, and the
-engine goes on (`contained.py`).
+`StepFeature` (`chosen.py`), and its handler under `headrace.step_handlers`. Where a hook of such a feature raises, the
+requests that it was called for fail, and the engine goes on (`contained.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from headrace.core.options.cache_groups import CacheGroup
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.blocks import BlockPool
 from headrace.ipc.failure import OptionError
-from headrace.ipc.plugins import cache_kind_entries, load_plugin
+from headrace.ipc.plugins import cache_kind_entries, installed_class
 
 
 class PrefixHit(NamedTuple):
@@ -144,10 +144,4 @@ def class_of(kind: str) -> type[GroupBlocks]:
             f"the model's layers have the cache kind {kind!r}, which nothing registers; there are "
             f"{', '.join(sorted({*KINDS, *entries}))}"
         )
-    found = load_plugin(entries[kind])
-    if not (isinstance(found, type) and issubclass(found, GroupBlocks)):
-        raise OptionError(
-            f"the cache kind {kind}, {entries[kind].value}, is {found!r}; it must be a class derived from "
-            "headrace.core.schedule.groups.group.GroupBlocks"
-        )
-    return found
+    return installed_class(entries[kind], "cache kind", GroupBlocks)
