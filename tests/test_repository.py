@@ -198,7 +198,8 @@ FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.\w+)`")
 
 def test_pages_name_code_that_exists() -> None:
     """The map, and the README of every folder of code, which may name files from its folder or the one above."""
-    pages = [Path("docs/architecture.md"), *(path for path in tree.files() if _is_folders_readme(path))]
+    maps = (Path("docs") / f"{name}.md" for name in ("architecture", "decisions", "glossary"))
+    pages = [*maps, *(path for path in tree.files() if _is_folders_readme(path))]
     missing = []
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
