@@ -77,6 +77,9 @@ class _Step:
 class Matcher(Protocol):
     """The state of one answer in its grammar. It depends only on the tokens that it has accepted."""
 
+    held: Held | None
+    """As `Guarded.held`."""
+
     @property
     def backend(self) -> Backend:
         """The backend that fills its masks."""

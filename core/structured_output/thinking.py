@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.core.structured_output.held_memory import Held
 from headrace.ipc.messages import Thinking
 
 
@@ -87,6 +88,9 @@ class Marker:
 
 class ThinkingMatcher:
     """A `Matcher` that makes its own masks until AFTER, and then uses those of the form's matcher."""
+
+    held: Held | None = None
+    """Its form's matcher has the memory."""
 
     def __init__(
         self,
