@@ -8,6 +8,7 @@ matrices as one, transposed, or with interleaved rotary pairs.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -223,6 +224,8 @@ def places_of(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
     """From each declared tensor that is stored differently to its place."""
     names, found = spec.names, dict[str, StoredRows]()
     prefix = names.prefix_in(held)
+    if names.sublayers > 1:
+        found |= _sublayers(spec, prefix, held)
     for index, layer in enumerate(spec.layers):
         start = names.layer(prefix, index)
         for fused in spec.fused:
@@ -243,6 +246,22 @@ def places_of(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
                     found[full] = StoredRows(place.name, place.num_stored, place.rows[rows], place.transposed)
                 elif full in held:
                     found[full] = StoredRows(full, len(rows), rows)
+    return found
+
+
+def _sublayers(spec: ArchSpec, prefix: str, held: frozenset[str]) -> dict[str, StoredRows]:
+    """Places of the weights of layers that the checkpoint counts as parts of others."""
+    found: dict[str, StoredRows] = {}
+    for weight in model_weights(spec, prefix):
+        start = re.match(rf"{re.escape(prefix + spec.names.layers)}\.\d+\.", weight.name)
+        number, _, below = weight.name[start.end() if start else 0 :].partition(".")
+        if start is None or not number.isdecimal() or weight.name in held:  # as weights without a file have it
+            continue
+        part, _, rest = below.partition(".")
+        stored = [f"{start[0]}{part}.{number}.{rest}", f"{start[0]}{part}.{rest}"]
+        count = size_of(weight.dimensions[0])
+        held_as = next((each for each in stored if each in held), stored[0])
+        found[weight.name] = StoredRows(held_as, count, np.arange(count))
     return found
 
 

@@ -3,20 +3,18 @@ that they write. A step changes the states that it reads, so none of these may b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
-from headrace.executor.models.blocks.gated_lru import Lru
+from headrace.executor.models.blocks import Declared
 from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
-from headrace.executor.models.blocks.linear_attention import LinearAttention
-from headrace.executor.models.blocks.recurrent import Scan
-from headrace.executor.models.blocks.selective import SelectiveScan
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
-from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager_states import (
     convolve_params,
     gated_lru_params,
@@ -38,16 +36,25 @@ from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, ScanParams
 
+P = TypeVar("P")
+
 
 @dataclass(frozen=True)
-class CpuConvolve:
-    """A `Convolve` with its weights."""
+class _StateOp(Generic[P]):
+    """An op that reads and writes states, with what it needs of the weights."""
 
-    params: ConvolveParams
+    params: P
+    params_of: ClassVar[Callable[..., Any]]
 
     @classmethod
-    def read(cls, weights: CpuWeights, declared: Convolve, prefix: str) -> CpuConvolve:
-        return cls(convolve_params(weights, declared, prefix))
+    def read(cls, weights: CpuWeights, declared: Declared, prefix: str) -> Self:
+        return cls(cls.params_of(weights, declared, prefix))
+
+
+class CpuConvolve(_StateOp[ConvolveParams]):
+    """A `Convolve` with its weights."""
+
+    params_of = staticmethod(convolve_params)
 
     def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
         params = self.params
@@ -57,15 +64,10 @@ class CpuConvolve:
         return out
 
 
-@dataclass(frozen=True)
-class CpuScan:
+class CpuScan(_StateOp[ScanParams]):
     """A `Scan` with its vectors."""
 
-    params: ScanParams
-
-    @classmethod
-    def read(cls, weights: CpuWeights, declared: Scan, prefix: str) -> CpuScan:
-        return cls(scan_params(weights, declared, prefix))
+    params_of = staticmethod(scan_params)
 
     def write(self, ops: ProgramOps, mixed: Buffer, steps: Buffer, gate: Buffer) -> Buffer:
         out = ops.room(gate.columns, torch.float32)
@@ -73,15 +75,10 @@ class CpuScan:
         return out
 
 
-@dataclass(frozen=True)
-class CpuLinearAttention:
+class CpuLinearAttention(_StateOp[LinearAttentionParams]):
     """A `LinearAttention` with its vectors."""
 
-    params: LinearAttentionParams
-
-    @classmethod
-    def read(cls, weights: CpuWeights, declared: LinearAttention, prefix: str) -> CpuLinearAttention:
-        return cls(linear_attention_params(weights, declared, prefix))
+    params_of = staticmethod(linear_attention_params)
 
     def write(
         self, ops: ProgramOps, mixed: Buffer, decays: Buffer | None = None, rates: Buffer | None = None
@@ -91,15 +88,10 @@ class CpuLinearAttention:
         return out
 
 
-@dataclass(frozen=True)
-class CpuSelectiveScan:
+class CpuSelectiveScan(_StateOp[SelectiveParams]):
     """A `SelectiveScan` with its decays."""
 
-    params: SelectiveParams
-
-    @classmethod
-    def read(cls, weights: CpuWeights, declared: SelectiveScan, prefix: str) -> CpuSelectiveScan:
-        return cls(selective_params(weights, declared, prefix))
+    params_of = staticmethod(selective_params)
 
     def write(self, ops: ProgramOps, x: Buffer, steps: Buffer, shared: Buffer, gate: Buffer) -> Buffer:
         out = ops.room(x.columns, ops.inner)
@@ -108,15 +100,10 @@ class CpuSelectiveScan:
         return out
 
 
-@dataclass(frozen=True)
-class CpuLru:
+class CpuLru(_StateOp[GatedLruParams]):
     """An `Lru` with its gates."""
 
-    params: GatedLruParams
-
-    @classmethod
-    def read(cls, weights: CpuWeights, declared: Lru, prefix: str) -> CpuLru:
-        return cls(gated_lru_params(weights, declared, prefix))
+    params_of = staticmethod(gated_lru_params)
 
     def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
         out = ops.room(x.columns, torch.float32)

@@ -192,6 +192,9 @@ class WeightNames:
     """Possible prefixes of all names but the head's; the first under which the embedding exists is used."""
     lm_heads: tuple[str, ...] = ("lm_head",)
     layers: str = "layers"
+    sublayers: int = 1
+    """Layers that a checkpoint counts as one, in whose names their number follows the part: `layers.0.self_attn.1.`.
+    The names of what one alone has are without it. Here layer 1 is `layers.0.1.self_attn.` then."""
     embedding: str = "embed_tokens"
     positions: str = "embed_positions"
     token_types: str = "token_type_embeddings"
@@ -237,6 +240,8 @@ class WeightNames:
 
     def layer(self, prefix: str, index: int) -> str:
         """The prefix of the names of a layer's weights."""
+        if self.sublayers > 1:
+            return f"{prefix}{self.layers}.{index // self.sublayers}.{index % self.sublayers}."
         return f"{prefix}{self.layers}.{index}."
 
     def prefix_in(self, held: Container[str]) -> str:
@@ -330,8 +335,6 @@ class ArchSpec:
             self._require(self.norm_placement == self.stream.placement, "the stream needs norms in other places")
         self._check_shared_caches()
         attention = [mixer for mixer in self.mixers if mixer.cache is not None]
-        heads = sorted({mixer.num_heads for mixer in attention})
-        self._require(len(heads) <= 1, f"layers differ in the number of their heads: {heads}")
         caches = {mixer.cache for mixer in attention if mixer.cache is not None}
         parts = {Fraction(cache.num_heads * cache.key_size, cache.elements) for cache in caches}
         self._require(len(parts) <= 1, f"layers differ in which part of what they keep are keys: {caches}")
@@ -391,7 +394,7 @@ class ArchSpec:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of every attention layer; 0 without one."""
+        """Query heads of an attention layer, the most where layers differ; 0 without one."""
         return max(mixer.num_heads for mixer in self.mixers)
 
     @property

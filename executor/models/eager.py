@@ -479,8 +479,15 @@ class EagerExperts:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]. keys: `SharedInputs.replica_keys`."""
         expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
+        return self._computed(x, expert_ids, shares, keys, adapters)
+
+    def _computed(
+        self, x: Tensor, expert_ids: Tensor, shares: Tensor, keys: Tensor | None, adapters: TokenAdapters | None
+    ) -> Tensor:
+        """expert_ids, shares [num_tokens, num_chosen]; an expert below 0 computes nothing."""
         if self._places is not None:
-            expert_ids = self._places.own(expert_ids, keys)
+            own = self._places.own(expert_ids.clamp(min=0), keys)
+            expert_ids = torch.where(expert_ids < 0, expert_ids, own)
         if self._loads is not None:
             self._loads += torch.bincount(expert_ids[expert_ids >= 0], minlength=len(self._loads))
         if adapters is not None and self._adapted is not None:

@@ -1,4 +1,4 @@
-"""What `blocks.sparse_latent` declares, op by op."""
+"""What `blocks.sparse_latent` and `blocks.sparse_attention` declare, op by op."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headrace.executor.models.blocks.sparse_attention import AttendBlocks
 from headrace.executor.models.blocks.sparse_latent import AttendChosen
-from headrace.executor.models.eager import EagerLatent, EagerWeights, SharedInputs
+from headrace.executor.models.eager import EagerAttend, EagerLatent, EagerNorm, EagerWeights, SharedInputs
 from headrace.kernels.reference.attention import gather_tokens
 from headrace.kernels.reference.latent import without_sequences
 from headrace.kernels.reference.rotary_cache import LayerCache
-from headrace.kernels.reference.sparse import attend_chosen, choose_keys
+from headrace.kernels.reference.sparse import attend_blocks, attend_chosen, choose_blocks, choose_keys
 
 CHOSEN = "chosen keys"
 """Key of `SharedInputs.memo`: the last choice of a layer with an index, by sequence."""
@@ -66,3 +67,50 @@ class EagerChosen(EagerLatent):
         (q, q_rest), (k, k_rest) = (each.view(len(each), -1, size).split(split, dim=-1) for each in (queries, keys))
         q, k = self._turned(q, k, step, pairs=self._own.index == "pairs")
         return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
+
+
+class EagerBlocks(EagerAttend):
+    """An `AttendBlocks` with its norms."""
+
+    def __init__(self, weights: EagerWeights, declared: AttendBlocks, prefix: str) -> None:
+        super().__init__(weights, declared, prefix)
+        self._own = declared
+        self._index_norms = [
+            EagerNorm(weights, norm, prefix) for norm in (declared.index_query_norm, declared.index_key_norm)
+        ]
+
+    def __call__(self, qkv: Tensor, *values: object) -> Tensor:
+        """As `EagerAttend`, with the index's queries and keys before the step's inputs and the cache."""
+        *index, step, cache = values
+        assert isinstance(step, SharedInputs)
+        assert isinstance(cache, LayerCache)
+        query, key, value = qkv.unflatten(1, (-1, self.head_dim)).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
+        assert self.query_norm is not None
+        assert self.key_norm is not None
+        query, key = self._turned(self.query_norm(query)[0], self.key_norm(key)[0], step)
+        index_query, index_key = (
+            norm(each.unflatten(1, (-1, self.head_dim)))[0]
+            for norm, each in zip(self._index_norms, index, strict=True)
+            if isinstance(each, Tensor)
+        )
+        index_query, index_key = self._turned(index_query, index_key, step)
+        kept = torch.cat([key, index_key], dim=1), functional.pad(value, (0, 0, 0, 1))
+        self._write(*kept, cache.keys, cache.values, step.batch, cache.scales)
+        own, batch, out = self._own, step.batch, torch.empty_like(query)
+        for seq, length in enumerate(batch.context_lens):
+            tokens = slice(batch.query_starts[seq], batch.query_starts[seq + 1])
+            blocks = batch.block_tables[seq, : -(-length // batch.block_size)].long()
+            keys, read = (
+                each[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(query.dtype)
+                for each in (cache.keys, cache.values)
+            )
+            chosen = choose_blocks(index_query[tokens], keys[-1], own.block_size, own.num_blocks, own.local_blocks)
+            out[tokens] = attend_blocks(query[tokens], keys[:-1], read[:-1], chosen, own.block_size, own.scale)
+        return out.flatten(1)
+
+    def _turned(self, query: Tensor, key: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
+        assert self._rope_index is not None
+        query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+        return query, key

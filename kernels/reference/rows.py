@@ -151,10 +151,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda x: F.relu(x).square(),
+        "silu_to_7": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_7"]),
+        "silu_to_16": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_16"]),
     }
 )
-
-
+LIMITS: Mapping[str, float] = MappingProxyType({"silu_to_7": 7.0, "silu_to_16": 16.0})
+"""The largest results of activations that have a limit, which is that of the up projection's magnitude too."""
 CLAMPED_SILU, CLAMPED_SLOPE, CLAMP = "clamped_silu", 1.702, 7.0
 
 
@@ -167,11 +169,13 @@ def activate_and_multiply(gate_up: Tensor, kind: str) -> Tensor:
     """activation(gate) * up: gate_up [..., 2 * size], the gate's half first -> [..., size].
 
     `kind` is a key of ACTIVATIONS, or CLAMPED_SILU (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1), with the gate
-    clamped to at most 7 and up to -7 .. 7."""
+    clamped to at most 7 and up to -7 .. 7. With one of LIMITS, up is clamped to its magnitude."""
     gate, up = gate_up.chunk(2, dim=-1)
     if kind == CLAMPED_SILU:
         gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
         return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
+    if kind in LIMITS:
+        up = up.clamp(-LIMITS[kind], LIMITS[kind])
     return ACTIVATIONS[kind](gate) * up
 
 

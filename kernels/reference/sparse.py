@@ -1,4 +1,4 @@
-"""Latent attention to keys that an index chooses, in torch (DeepSeek-V3.2, section 2.1).
+"""Attention to keys, or to blocks of keys, that an index chooses, in torch (DeepSeek-V3.2, section 2.1; MiniMax M3).
 
 Index queries score the index keys of the context: each head's product, cut off at 0, times the query's weight of the
 head, summed over the heads. A query attends to the `num_chosen` keys with the highest scores; of equal ones, to the
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.reference.attention import QUERY_TILE_TOKENS
@@ -55,5 +56,47 @@ def attend_chosen(query: Tensor, up: LatentUp, context: Tensor, chosen: Tensor, 
     return torch.cat(parts)
 
 
+def choose_blocks(queries: Tensor, keys: Tensor, block_size: int, num_chosen: int, num_local: int) -> Tensor:
+    """The blocks of keys that each of a sequence's last tokens attends to (MiniMax M3): those with the highest scores,
+    a block's score being that of its best key, and always the last `num_local` ones; of equal ones, the first.
+
+    queries [num_tokens, heads, index_dim], keys [length, index_dim] -> [num_tokens, heads, blocks] bool"""
+    (num_tokens, heads, _), length = queries.shape, len(keys)
+    num_blocks = -(-length // block_size)
+    chosen = torch.zeros(num_tokens, heads, num_blocks, dtype=torch.bool, device=keys.device)
+    columns = torch.arange(num_blocks * block_size, device=keys.device)
+    padded = F.pad(keys.float(), (0, 0, 0, len(columns) - length))
+    local = torch.arange(num_local, device=keys.device)
+    for first in range(0, num_tokens, QUERY_TILE_TOKENS):
+        tile = slice(first, min(first + QUERY_TILE_TOKENS, num_tokens))
+        positions = columns[length - num_tokens : length][tile]
+        scores = torch.einsum("thd,kd->thk", queries[tile].float(), padded)
+        scores.masked_fill_((columns > positions[:, None])[:, None], -torch.inf)
+        of_blocks = scores.unflatten(-1, (num_blocks, block_size)).amax(-1)
+        own = (positions[:, None] // block_size - local).clamp(min=0)[:, None].expand(-1, heads, -1)
+        of_blocks.scatter_(-1, own, torch.inf)
+        order = of_blocks.sort(dim=-1, descending=True, stable=True).indices[..., :num_chosen]
+        chosen[tile] = torch.zeros_like(of_blocks, dtype=torch.bool).scatter_(-1, order, value=True)
+        chosen[tile] &= of_blocks > -torch.inf
+    return chosen
+
+
+def attend_blocks(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, block_size: int, scale: float) -> Tensor:
+    """Attention of a sequence's last tokens. query [num_tokens, heads, head_dim]; keys and values [kv_heads, length,
+    head_dim]; chosen [num_tokens, index heads, blocks] -> as query"""
+    (num_tokens, heads, _), (kv_heads, length, _) = query.shape, keys.shape
+    columns, parts = torch.arange(length, device=keys.device), []
+    for first in range(0, num_tokens, QUERY_TILE_TOKENS):
+        tile = slice(first, min(first + QUERY_TILE_TOKENS, num_tokens))
+        visible = chosen[tile].repeat_interleave(block_size, -1)[..., :length]
+        visible &= columns <= columns[length - num_tokens :][tile][:, None, None]
+        visible = visible.repeat_interleave(heads // visible.shape[1], 1).unflatten(1, (kv_heads, -1))
+        grouped = query[tile].unflatten(1, (kv_heads, -1))
+        scores = torch.einsum("thgd,hkd->thgk", grouped, keys).float() * scale
+        shares = scores.masked_fill_(~visible, -torch.inf).softmax(-1).to(values.dtype)
+        parts.append(torch.einsum("thgk,hkd->thgd", shares, values).flatten(1, 2))
+    return torch.cat(parts)
+
+
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-"""None: both are parts of one op, which `executor/models/eager_sparse.py` computes."""
+"""None: they are parts of ops that `executor/models/eager_sparse.py` computes."""

@@ -50,11 +50,26 @@ def activated(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "silu_to_7":
+        return tl.minimum(x / (1.0 + tl.exp(-x)), 7.0)
+    elif KIND == "silu_to_16":
+        return tl.minimum(x / (1.0 + tl.exp(-x)), 16.0)
     elif KIND == "relu2":
         return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     else:
         tl.static_assert(KIND == "relu")
         return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def limited(up, KIND: tl.constexpr):
+    """The up projection, float32, as a gate with this activation is multiplied with it."""
+    if KIND == "silu_to_7":
+        return tl.minimum(tl.maximum(up, -7.0), 7.0)
+    elif KIND == "silu_to_16":
+        return tl.minimum(tl.maximum(up, -16.0), 16.0)
+    else:
+        return up
 
 
 @triton.jit
@@ -64,7 +79,7 @@ def activated_and_multiplied(gate, up, KIND: tl.constexpr):
         gate = tl.minimum(gate, 7.0)
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
     else:
-        return activated(gate, KIND) * up
+        return activated(gate, KIND) * limited(up, KIND)
 
 
 @triton.jit
@@ -87,5 +102,5 @@ def activation_kernel(
     if GATED:
         # The activation is rounded before it is multiplied, as the reference's two ops do.
         up = tl.load(x + row * x_stride + size + columns, mask=inside, other=0.0).to(tl.float32)
-        result = rounded(result, dtype).to(tl.float32) * up
+        result = rounded(result, dtype).to(tl.float32) * limited(up, KIND)
     tl.store(out + row * out_stride + columns, rounded(result, dtype), mask=inside)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.activation import activated
+from headrace.kernels.triton.activation import activated, limited
 from headrace.kernels.triton.common import INTERPRETED, e4m3_of, rounded, widen
 from headrace.kernels.triton.configs import SmallTiles, power_of_two
 from headrace.kernels.triton.linear_packed import INT4, INT4_BLOCK, Packed
@@ -304,7 +304,7 @@ def small_linear_kernel(
         final = rounded(result, dtype)
         if ACTIVATION is not None:
             gate, up = tl.split(tl.reshape(final.to(tl.float32), [COLUMNS // 2, 2]))
-            final = rounded(rounded(activated(gate, ACTIVATION), dtype).to(tl.float32) * up, dtype)
+            final = rounded(rounded(activated(gate, ACTIVATION), dtype).to(tl.float32) * limited(up, ACTIVATION), dtype)
         stored = kept <= tl.where(m < num_rows, last, -1)
         if residual is not None:
             before = tl.load(residual + m * residual_stride + kept, mask=stored, other=0.0)

@@ -22,6 +22,7 @@ from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_to_7", "silu_to_16")
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -49,7 +50,7 @@ def test_norms(ops: CpuOps, dtype: torch.dtype, size: int, with_residual: bool) 
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [3, 16, 101])
 def test_activations(ops: CpuOps, dtype: torch.dtype, kind: str, size: int) -> None:
     x = torch.cat((torch.linspace(-100, 100, 2 * size), torch.linspace(-6, 6, 2 * size))).view(2, 2 * size).to(dtype)
@@ -119,7 +120,7 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
         test_rotary_leaves_the_rest_of_a_head_alone(ops, dtype, 5)
         test_write_cache_touches_its_slots_alone(ops, dtype)
         test_cpu_attention.test_a_cache_in_groups_has_the_rows_in_another_order(ops, dtype)
-        for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        for kind in KINDS:
             test_activations(ops, dtype, kind, 101)
 
 

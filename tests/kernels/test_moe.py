@@ -11,7 +11,7 @@ from headrace.kernels import ops
 from headrace.kernels.expert_groups import ExpertGroups
 from headrace.kernels.reference.moe import ExpertStack, QuantisedStack, Scoring
 from headrace.kernels.reference.quantised import dequantise
-from headrace.kernels.reference.rows import ACTIVATIONS, DenseLinear
+from headrace.kernels.reference.rows import ACTIVATIONS, DenseLinear, activate_and_multiply
 
 route = ops()["route_experts"].reference
 
@@ -25,8 +25,8 @@ def plain_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     share = torch.zeros(len(x), len(gate_up), dtype=torch.float64)
     for slot in range(ids.shape[1]):
         share.scatter_add_(1, ids[:, slot : slot + 1].long(), weights[:, slot : slot + 1].double())
-    gate, up = torch.einsum("nh,eih->eni", x.double(), gate_up.double()).chunk(2, -1)
-    every = torch.einsum("eni,ehi->enh", ACTIVATIONS[activation](gate) * up, down.double())
+    inner = activate_and_multiply(torch.einsum("nh,eih->eni", x.double(), gate_up.double()), activation)
+    every = torch.einsum("eni,ehi->enh", inner, down.double())
     return torch.einsum("enh,ne->nh", every, share)
 
 

@@ -144,6 +144,15 @@ def test_activate_and_multiply_takes_the_gate_from_the_first_half(kind: str) -> 
     torch.testing.assert_close(fused, ops()["activate"].reference(gate, kind) * up)
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("silu_to_7", 7.0), ("silu_to_16", 16.0)])
+def test_a_limit_is_that_of_the_activated_gate_and_of_the_magnitude_of_up(kind: str, limit: float) -> None:
+    gate, up = (torch.linspace(first, -first, 41) for first in (-40.0, 30.0))
+    fused = ops()["activate_and_multiply"].reference(torch.cat([gate, up]), kind)
+    activated = torch.where(gate > limit, limit, gate * gate.sigmoid()).clamp(max=limit)
+    torch.testing.assert_close(fused, activated * up.clamp(-limit, limit))
+    assert fused.abs().max() == limit * limit
+
+
 def test_choose_takes_the_first_version_that_has_no_reason_against_it() -> None:
     def only_bf16(dtype: torch.dtype, **_: object) -> str:
         return "" if dtype == torch.bfloat16 else f"computes bfloat16 only, not {dtype}"

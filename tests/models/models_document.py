@@ -15,6 +15,7 @@ from gguf_cases import CASES
 from multimodal_models import config_of as multimodal_config
 from published_models import PUBLISHED
 from published_models import config_of as published_config
+from rwkv_models import CONFIG as RWKV
 from tiny_encoders import ENCODERS, JINA_BERT, encoder_config
 from tiny_families import FOREIGN, foreign
 from tiny_models import COMMON, TINY_MODELS, TinyModel
@@ -25,6 +26,7 @@ from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.models.families._lacking import LACKING
 from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import RankCoordinates
@@ -60,6 +62,7 @@ def native_rows() -> Iterator[Row]:
             tested.setdefault(tiny.model_class, (tests, partial(config_of, tiny)))
     for name, published in PUBLISHED.items():
         tested.setdefault(published.architecture, ("test_published_layouts", partial(published_config, name)))
+    tested["RWKV7ForCausalLM"] = ("test_rwkv", lambda: RWKV)
     tested[LANGUAGE_MODEL] = ("test_odd_checkpoints", partial(multimodal_config, "llava with llama"))
     for name in ENCODERS:
         (architecture,) = encoder_config(name)["architectures"]
@@ -126,7 +129,10 @@ def table() -> str:
     rows = [*native_rows(), *foreign_rows()]
     head = ("architecture", "implementation", "on a CPU", "on a GPU", "ranks", "GGUF", "quantised", "tests")
     lines = [f"{len(rows)} architectures.", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *(f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows)]) + "\n"
+    told = [*lines, *(f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows)]
+    told += ["", "Without a family, and what one would need; `--model-impl transformers` runs some of them:", ""]
+    told += ["| architecture | lacks |", "| --- | --- |", *(f"| `{name}` | {why} |" for name, why in LACKING.items())]
+    return "\n".join(told) + "\n"
 
 
 def page() -> str:

@@ -70,6 +70,7 @@ OF_NO_EFFECT = {
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},
     "gemma4_experts": {"use_double_wide_mlp"},  # no layer reads the cache of another
+    "step3p5": {"rope_theta", "partial_rotary_factors"},  # the last ones are those of a layer that is not run
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
 }
 """Keys that the family reads and that change nothing in one of these configs."""
@@ -190,9 +191,12 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
     caplog.set_level(logging.ERROR)
     _walk(name, config)
     if (
-        not name.startswith(("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa"))
+        not name.startswith(
+            ("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa", "minimax_m3", "step3p5")
+        )
         and LISTS.keys() & config.keys()
-    ):  # of these, other lists have the lengths of layers; of the third, all layers are recurrent without the list
+    ):  # of these, other lists have the lengths of layers; of the third, all layers are recurrent without the list, and
+        # none of MiniMax M3's has an index
         older = {key: value for key, value in config.items() if key not in LISTS}
         _walk(name, older | {"num_hidden_layers": 8})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.executor.models.arch import RopeSpec, TokenCache
 from headrace.executor.models.families import causal_architecture, families, own_family, spec_from_config
+from headrace.executor.models.families._lacking import LACKING
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.ipc.failure import ModelError
 
@@ -70,9 +72,18 @@ def test_each_architecture_is_found_without_the_modules_of_the_others() -> None:
     assert "gemma3" not in imported
 
 
+def test_what_a_family_lacks_is_said_of_architectures_without_one() -> None:
+    assert not LACKING.keys() & families().keys()
+    assert all(LACKING.values())
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelError, match=r"RwkvForCausalLM is not supported; known: .*LlamaForCausalLM"):
         spec_from_config({"architectures": ["RwkvForCausalLM"]})
+    with pytest.raises(
+        ModelError, match=r"Grok1ForCausalLM is not supported \(its code comes with its checkpoints, .*known: "
+    ):
+        spec_from_config({"architectures": ["Grok1ForCausalLM"]})
     configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
     for nameless in configs:
         with pytest.raises(ModelError, match=r'neither "architectures" nor "model_type", which name the kind of'):
@@ -132,6 +143,25 @@ def test_a_wrong_config_is_refused_with_the_field_and_its_value(change: dict[str
 def test_a_wrong_field_is_called_as_the_file_calls_it(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config(config)
+
+
+def test_contexts_of_dual_chunk_attention_end_at_the_first_chunk(caplog: pytest.LogCaptureFixture) -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1_010_000}
+    dual = {
+        "chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144,
+        "sparse_attention_config": {"0": {}}, "sparse_attention_enabled": True, "sparse_attention_threshold": 32_768,
+        "sparse_attention_last_q": 64,
+    }  # fmt: skip
+    spec = spec_from_config(qwen | {"dual_chunk_attention_config": dual})
+    assert spec == replace(spec_from_config(qwen), max_positions=262_144 - 8192)
+    assert "1010000 tokens with dual chunk attention" in caplog.text
+    assert "contexts end at its first 253952" in caplog.text
+    assert "nothing reads them" not in caplog.text
+    assert "are not known" not in caplog.text
+    short = qwen | {"max_position_embeddings": 4096, "dual_chunk_attention_config": dual}
+    assert spec_from_config(short).max_positions == 4096
+    with pytest.raises(ModelError, match="dual_chunk_attention_config has chunks of 0 tokens besides the local ones"):
+        spec_from_config(qwen | {"dual_chunk_attention_config": {"chunk_size": 1024, "local_size": 1024}})
 
 
 def test_layer_types_that_are_short_or_unknown_are_refused() -> None:

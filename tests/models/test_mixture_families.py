@@ -45,6 +45,10 @@ class Counting(DictSource):
         return super().read_part(name, rows, columns)
 
 
+NOT_DIVIDED = {"minimax_m3"}
+"""Models whose attention tensor-parallel ranks do not share."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
@@ -89,6 +93,8 @@ def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind: str) -> None:
+    if kind == "tensor" and name in NOT_DIVIDED:
+        pytest.skip("tensor-parallel ranks cannot divide it")
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
     expect_answers_of_transformers(folder, name, **ranks)
 
@@ -185,6 +191,6 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_DIVIDED))
 def test_two_ranks_answer_as_transformers_does(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name, tensor_parallel_size=2, distributed_executor_backend=THREADS)

@@ -26,8 +26,11 @@ STORED_OTHERWISE = "MistralConsolidated"
 """Quantised files of Mistral's own layout are refused: tests/checkpoints/test_mistral_files.py."""
 
 
-NOT_QUANTISED = ("DbrxForCausalLM", "Zamba2ForCausalLM")
-"""Whose experts have no matrices of their own in files, and whose adapters are named as entries of a list."""
+NOT_QUANTISED = (
+    *("DbrxForCausalLM", "Zamba2ForCausalLM", "LongcatFlashForCausalLM"),
+    *("MiniMaxM3VLForCausalLM", "Step3p5ForCausalLM"),
+)
+"""Whose experts have no matrices of their own in files, whose adapters are named as entries of a list, and others."""
 
 
 def _save_tiny(tiny: TinyModel, folder: Path) -> None:

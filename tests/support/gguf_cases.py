@@ -167,6 +167,7 @@ CASES: dict[str, Source] = {
     "starcoder": plain("gpt_bigcode"),
     "starcoder2": plain("starcoder2", sliding_window=None),
     "ernie4_5": plain("ernie4_5_plain"),
+    "chatglm, glm4": plain("glm"),
     "glm4": plain("glm4"),
     "deepseek2, version 2": plain("deepseek_v2_moe", rope_parameters=YARN),
     "deepseek2, version 3": plain("deepseek_v3_moe", rope_parameters=YARN),
@@ -206,7 +207,10 @@ CASES: dict[str, Source] = {
     "phimoe, long": mixture("phimoe_longrope", rope_parameters=PHIMOE_LONGROPE | MSCALES),
     "baichuan": published("baichuan_7b"),
     "baichuan, 13B": published("baichuan_13b"),
+    "chatglm": published("chatglm"),
     "internlm2": published("internlm2"),
     "minicpm": published("minicpm"),
+    "orion": published("orion"),
+    "pangu-embedded": published("pangu_embedded"),
     "qwen": published("qwen"),
 }

@@ -45,6 +45,8 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
         config = {**config, "num_hidden_layers": len(config["layers_block_type"])}
     if arch == "gemma4":
         config = {**config, **_published_gemma4(config)}
+    if arch == "chatglm" and "ffn_hidden_size" in config:
+        config = {**config, **_published_chatglm(config)}
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
     rope = config.get("attn_config") if arch == "dbrx" else config.get("rope_parameters")
     rope = (rope or {}).get("full_attention", rope or {})
@@ -56,12 +58,12 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     writer.add_head_count(heads)
     if arch not in ("gpt2", "mpt", "qwen"):
         writer.add_head_count_kv(1 if arch in ("deepseek2", "starcoder") else _groups(arch, config, heads))
-    if arch == "qwen":
+    if arch == "qwen" or arch.startswith("nemotron_h"):
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif arch.startswith("lfm2"):
         writer.add_layer_norm_rms_eps(config["norm_eps"])
-    elif arch.startswith("nemotron_h"):
-        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    elif arch == "orion":
+        writer.add_layer_norm_eps(config["rms_norm_eps"])
     elif "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -352,6 +354,17 @@ def _gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
     shares = torch.tensor(config["activation_sparsity_pattern"])
     writer.add_activation_sparsity_scale(torch.distributions.Normal(0.0, 1.0).icdf(shares).tolist())
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _published_chatglm(config: Config) -> dict[str, Any]:
+    names = {
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "rms_norm_eps": "layernorm_epsilon",
+        "num_key_value_heads": "multi_query_group_num",
+    }
+    rope = {"rope_theta": 10_000.0 * config["rope_ratio"], "partial_rotary_factor": 0.5}
+    return rope | {name: config[own] for name, own in names.items()}
 
 
 def _published_gemma4(config: Config) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def converted(arch: str, state: Mapping[str, Tensor], config: Config) -> dict[st
     file."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if arch == "bloom":
+        if arch in ("bloom", "chatglm"):
             name = name.removeprefix("transformer.")
         for own, part in _parts(arch, name, tensor, config):
             found[own] = _adjusted(arch, own, part, config)
@@ -59,7 +59,7 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield from _gpt_oss(start, last, tensor)
     elif arch == "llama4" and start.endswith(".experts"):
         yield from _llama4(start, last, tensor)
-    elif "query_key_value" in name:
+    elif "query_key_value" in name and arch != "chatglm":
         yield name, _ungrouped(tensor, _qkv_parts(arch, config))
     elif name.endswith(("attention.wqkv.weight", "self_attn.W_pack.weight")):
         groups = config["num_key_value_heads"] if "wqkv" in name else 1

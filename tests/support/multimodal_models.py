@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from published_models import STEP
 
 TEXT = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -80,6 +81,9 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "qwen 2": qwen("Qwen2VL"),
     "qwen 2.5": qwen("Qwen2_5_VL"),
     "qwen 3": qwen("Qwen3VL"),
+    "step 3.7": lambda: transformers.Step3p7ForConditionalGeneration(
+        transformers.Step3p7Config(**STEP | {"text_config": STEP["text_config"] | {"vocab_size": TEXT["vocab_size"]}})
+    ),
 }
 
 WITH_STATES: dict[str, Callable[[], Any]] = {

@@ -143,6 +143,95 @@ EXAONE_NAMES = {
     "mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj", "input_layernorm": "ln_1",
     "post_attention_layernorm": "ln_2",
 }  # fmt: skip
+CHATGLM_NAMES = {
+    "model.layers": "transformer.encoder.layers", "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.norm": "transformer.encoder.final_layernorm", "lm_head": "transformer.output_layer",
+    "self_attn.o_proj": "self_attention.dense", "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+
+def _chatglm(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: config[name] for name in ("hidden_size", "num_attention_heads", "tie_word_embeddings")},
+        "num_layers": config["num_hidden_layers"], "ffn_hidden_size": config["intermediate_size"],
+        "layernorm_epsilon": config["rms_norm_eps"], "padded_vocab_size": config["vocab_size"],
+        "kv_channels": config["head_dim"], "seq_length": config["max_position_embeddings"], "add_qkv_bias": True,
+        "add_bias_linear": False, "multi_query_attention": True, "rope_ratio": 2.0, "original_rope": True,
+        "multi_query_group_num": config["num_key_value_heads"], "rmsnorm": True, "post_layer_norm": True,
+        "apply_residual_connection_post_layernorm": False, "apply_query_key_layer_scaling": True,
+    }  # fmt: skip
+
+
+STEP_TEXT: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_sliding_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "share_expert_dim": 24, "sliding_window": 20,
+    "max_position_embeddings": 256, "moe_router_scaling_factor": 1.5, "tie_word_embeddings": False,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.0, None, 7.0],
+    "swiglu_limits_shared": [0.0, 16.0, 0.0, 16.0],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "partial_rotary_factor": 0.5, "factor": 2.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
+STEP = {
+    "text_config": STEP_TEXT,
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14
+    },
+}  # fmt: skip
+
+
+def _step(_: dict[str, Any]) -> dict[str, Any]:
+    """As Step 3.5's files have it: with values per layer, and of layers that predict further tokens."""
+    text = dict(STEP_TEXT)
+    rotations, scaled = text.pop("rope_parameters"), {}
+    own = [rotations[kind] for kind in text["layer_types"]]
+    scaled = {key: value for key, value in own[0].items() if key not in ("rope_theta", "partial_rotary_factor")}
+    sparse = [str(i) for i, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    others = {"attention_type": "sliding_attention", "num_attention_groups": 2, "head_dim": 16, "true_head_dim": 16}
+    renamed = {
+        "num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+    }  # fmt: skip
+    return {
+        **{name: text.pop(theirs) for name, theirs in renamed.items()},
+        "attention_other_setting": {"num_attention_heads": text.pop("num_sliding_attention_heads"), **others},
+        **text,
+        "layer_types": [*text["layer_types"], "full_attention"],
+        "rope_theta": [each["rope_theta"] for each in own] + [10000.0],
+        "partial_rotary_factors": [each["partial_rotary_factor"] for each in own] + [1.0],
+        "rope_scaling": scaled, "yarn_only_types": ["full_attention"], "moe_layers_enum": ",".join(sparse),
+        "num_nextn_predict_layers": 1, "use_head_wise_attn_gate": True, "use_moe_router_bias": True,
+        "norm_expert_weight": True, "need_fp32_gate": True, "att_impl_type": "GQA", "zero_centered": True,
+    }  # fmt: skip
+
+
+def _of_step(state: State) -> State:
+    """The language model's weights, with the experts' gates and ups apart."""
+    found = State()
+    for name, tensor in state.items():
+        if "vision" in name or "multi_modal" in name:
+            continue
+        if name.endswith("mlp.experts.gate_up_proj"):
+            start = name.removesuffix("mlp.experts.gate_up_proj")
+            parts = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
+            found |= {f"{start}moe.{each}_proj.weight": part for each, part in parts}
+        else:
+            found[name] = tensor
+    return found
+
+
+STEP_NAMES = {
+    "model.language_model.": "model.", "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate.": "moe.gate.",
+    "mlp.shared_experts": "share_expert",
+    "mlp.experts.down_proj": "moe.down_proj.weight",
+}  # fmt: skip
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -184,6 +273,31 @@ PUBLISHED: dict[str, Published] = {
         mistral_params, lambda state: with_neighbouring_pairs(state, 8),
     ),
     "qwen": Published("QWenLMHeadModel", _twin("Qwen2"), QWEN_NAMES, _qwen, _fused("attn.c_attn", 1)),
+    "chatglm": Published(
+        "ChatGLMModel",
+        _twin("Glm", num_key_value_heads=2, head_dim=8, attention_bias=True, rope_parameters={
+            "rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}),
+        CHATGLM_NAMES, _chatglm, _fused("self_attention.query_key_value", 1),
+    ),
+    "orion": Published(
+        "OrionForCausalLM",
+        _twin("StableLm", num_key_value_heads=2, rope_parameters={
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}),
+        {}, lambda config: _plain(config, rms_norm_eps=config["layer_norm_eps"]),
+    ),
+    "pangu_embedded": Published(
+        "PanguEmbeddedForCausalLM", _twin("Llama", num_key_value_heads=2, attention_bias=True), {},
+        lambda config: _plain(config, bias=True),
+    ),
+    "teleflm": Published(
+        "TeleFLMForCausalLM",
+        _twin("Granite", **(GRANITE | {"residual_multiplier": 1.0})), {},
+        lambda config: _plain(config, use_mup=True, input_mult=3.0, output_mult=2.0, mup_scale_factor=8.0),
+    ),
+    "step3p5": Published(
+        "Step3p5ForCausalLM", TinyModel("Step3p7ForConditionalGeneration", "Step3p7Config", STEP, 0.2), STEP_NAMES,
+        _step, _of_step,
+    ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
 }  # fmt: skip

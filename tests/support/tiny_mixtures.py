@@ -80,6 +80,18 @@ FAMILIES: dict[str, TinyModel] = {
         head_dim=24, v_head_dim=8, sliding_window=20, attention_bias=True, n_routed_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=32, max_position_embeddings=1024,
     ),
+    "longcat_flash": tiny(
+        "LongcatFlash", num_layers=2, num_hidden_layers=4, ffn_hidden_size=48, expert_ffn_hidden_size=32, moe_topk=3,
+        zero_expert_num=4, routed_scaling_factor=1.5, head_dim=8, **LATENT, n_routed_experts=8,
+    ),
+    "minimax_m3": tiny(
+        "MiniMaxM3VL", "MiniMaxM3VLTextConfig", num_hidden_layers=3, head_dim=16, num_key_value_heads=2, rotary_dim=8,
+        index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=3, index_local_blocks=1,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], dense_intermediate_size=40,
+        mlp_layer_types=["dense", "sparse", "sparse"], shared_intermediate_size=24, num_local_experts=8,
+        num_experts_per_tok=3, routed_scaling_factor=1.5, max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
     "deepseek_v32": tiny("DeepseekV32", **LATENT, **(DEEPSEEK | INDEXED)),
     "glm_moe_dsa": tiny(
         "GlmMoeDsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], **LATENT,

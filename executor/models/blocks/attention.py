@@ -56,6 +56,8 @@ class Attention(Mixer):
     """Dimensions of a value head in the checkpoint, to which zeros are added up to head_dim; None: it has head_dim."""
     gated: bool = False
     """Whether the heads' results are multiplied by the sigmoid of a further projection of the layer's input."""
+    head_gate: bool = False
+    """Likewise, by one gate for each head."""
 
     @property
     def cache(self) -> TokenCache:
@@ -97,6 +99,10 @@ class Attention(Mixer):
         if self.gated:
             found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias)
             found["gating"] = OutputGate("sigmoid")
+        elif self.head_gate:
+            heads = Axis(self.num_heads, groups=self.num_kv_heads)
+            found["gate"] = Linear(((names.query_gate, heads),), hidden)
+            found["gating"] = OutputGate("sigmoid", group=self.head_dim)
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
@@ -107,9 +113,9 @@ class Attention(Mixer):
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
         if self.clip_qkv is not None:
             qkv = ops.call(_clipped, qkv, self.clip_qkv)
-        gate = ops.linear(held["gate"], x) if self.gated else None
+        gate = ops.linear(held["gate"], x) if "gate" in held else None
         attended = ops.mix(held["attend"], qkv)
-        if self.gated:
+        if gate is not None:
             attended = ops.compute(held["gating"], attended, gate)
         return [ops.product(held["output"], attended)]
 

@@ -9,13 +9,15 @@ from typing import Any, Literal
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, Linear, Ops, rounded_up
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+NamedActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""Those that configs name."""
+Activation = NamedActivation | Literal["silu_to_7", "silu_to_16"]
 
 
 @dataclass(frozen=True)
 class Dense(Ffn):
     inner: int
-    activation: Activation
+    activation: Activation | Literal["clamped_silu"]
     gated: bool = True
     bias: bool = False
     down_bias: bool | None = None

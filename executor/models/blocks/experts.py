@@ -34,6 +34,8 @@ class Experts(Ffn):
     activation: Activation | Literal["clamped_silu"]
     shared_inner: int = 0
     """Inner size of the shared expert, which every token uses besides the chosen ones; 0: there is none."""
+    shared_activation: Activation | None = None
+    """Of the shared expert without a gate; None: that of the others."""
     shared_gate: bool = True
     """Whether the shared expert's result is weighted by a gate of its own."""
     router_bias: bool = False
@@ -60,7 +62,8 @@ class Experts(Ffn):
                 f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)
             )
             inner = Axis(self.shared_inner)
-            found["shared_up"] = Linear(((gate, inner), (up, inner)), hidden, activation=self.activation, gated=True)
+            kind = self.shared_activation or self.activation
+            found["shared_up"] = Linear(((gate, inner), (up, inner)), hidden, activation=kind, gated=True)
             found["shared_down"] = Linear(((down, hidden),), inner)
         elif self.shared_inner:
             found["shared_router"] = Linear(((names.shared_router, 1),), hidden, role="router")

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.config import Config
+from headrace.executor.models.families._lacking import LACKING
 from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
 from headrace.executor.models.heads import Classifier, HeadLayer, HeadLinear, num_labels
@@ -113,8 +114,9 @@ def family_of_plugin(architecture: str) -> Family:
     if (found_class := class_of_plugin(architecture)) is not None:
         raise NotNativeError(f"{architecture} comes from a plugin as {found_class!r}, a class for transformers")
     failed = "".join(f"; {problem}" for problem in problems)
-    shown = printable(f"{architecture:.100}")
-    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}", [*families(), *others])
+    shown, lacks = printable(f"{architecture:.100}"), LACKING.get(architecture)
+    why = f" ({lacks})" if lacks else ""
+    raise UnknownArchitectureError(f"the architecture {shown} is not supported{why}{failed}", [*families(), *others])
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
 from headrace.executor.models.blocks import Ffn, Routing
 from headrace.executor.models.blocks.attention import Attention
-from headrace.executor.models.blocks.dense import Activation, Dense
+from headrace.executor.models.blocks.dense import Dense, NamedActivation
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_groups import ExpertGroups
 
-ACTIVATIONS: dict[str, Activation] = {
+logger = logging.getLogger(__name__)
+ACTIVATIONS: dict[str, NamedActivation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -113,7 +116,7 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return value
 
 
-def activation(config: Config, key: str, default: str) -> Activation:
+def activation(config: Config, key: str, default: str) -> NamedActivation:
     name = default if config.get(key) is None else config[key]
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(f"the config's {_spelt(config, key)} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
@@ -267,6 +270,8 @@ def _yarn_attention_factor(given: Config, factor: float) -> float:
 def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
     """The longest context, in tokens, that the rope scaling supports. Raises ModelError if it is too long."""
     max_positions = integer(config, "max_position_embeddings", default)
+    if dual := config.section("dual_chunk_attention_config"):
+        max_positions = min(max_positions, _first_chunk(dual, max_positions))
     if rotary.kind in ("linear", "dynamic"):
         longest = max_positions * rotary.factor
     elif rotary.kind == "yarn":
@@ -279,6 +284,32 @@ def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
             "can be computed with"
         )
     return int(longest)
+
+
+def _first_chunk(dual: Config, whole: int) -> int:
+    """The context in which dual chunk attention (An et al. 2024) attends as full attention does: the first chunk.
+    Its sparse attention approximates that."""
+    for key in dual:
+        if key.startswith("sparse_attention_"):
+            dual.get(key)
+    first = integer(dual, "chunk_size", 8192) - integer(dual, "local_size", 1024)
+    if first < 1:
+        raise ModelError(
+            f"the config's dual_chunk_attention_config has chunks of {first} tokens besides the local ones"
+        )
+    if first < whole:
+        _tell_of_chunks(first, whole)
+    return first
+
+
+@cache
+def _tell_of_chunks(first: int, whole: int) -> None:
+    logger.warning(
+        "the config says %d tokens with dual chunk attention, which is not supported: contexts end at its first %d, in "
+        "which it is full attention",
+        whole,
+        first,
+    )
 
 
 def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""InternLM: Llama's shape with biases in its attention."""
+"""InternLM and openPangu Embedded: Llama's shape with biases in its attention."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
@@ -10,7 +10,7 @@ def build(config: Config) -> ArchSpec:
 
 
 FAMILY = Family(
-    ("InternLMForCausalLM",),
+    ("InternLMForCausalLM", "PanguEmbeddedForCausalLM"),
     build,
     ignored={"rotary": "its dynamic scaling changes nothing within the trained length, to which contexts are limited"},
 )

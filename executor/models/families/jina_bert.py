@@ -5,12 +5,12 @@ from dataclasses import replace
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import Activation, alibi_slopes, integer, one_of
+from headrace.executor.models.families._config import NamedActivation, alibi_slopes, integer, one_of
 from headrace.executor.models.families._encoders import check_positions, classifier, encoder, heads_of, pooler
 from headrace.executor.models.families.bert import NAMES as BERT
 
 NAMES = replace(BERT, gate="mlp.gate", up="mlp.up", down="mlp.wo", mlp_norm="mlp.layernorm")
-GATES: dict[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
+GATES: dict[str, NamedActivation] = {"geglu": "gelu", "reglu": "relu"}
 
 
 def build(config: Config) -> ArchSpec:

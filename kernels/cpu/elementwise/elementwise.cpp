@@ -118,14 +118,14 @@ void activation_multiply(const void* raw, const Step& step, int thread, int num_
     void* to = row_at(args.output, row, args.output_stride, args.output_type);
     int64_t i = 0;
     for (; i + kLanes <= args.size; i += kLanes) {
-      Floats value = activate(args.kind, load_vector(gate, i, args.input_type));
-      if (up != nullptr) value *= load_vector(up, i, args.input_type);
-      store_vector(to, i, args.output_type, value);
+      const Floats value = load_vector(gate, i, args.input_type);
+      store_vector(to, i, args.output_type, up == nullptr ? activate(args.kind, value)
+                   : activate_gated(args.kind, value, load_vector(up, i, args.input_type)));
     }
     for (; i < args.size; ++i) {
-      float value = activate(args.kind, all_lanes(load_one(gate, i, args.input_type)))[0];
-      if (up != nullptr) value *= load_one(up, i, args.input_type);
-      store_one(to, i, args.output_type, value);
+      const Floats value = all_lanes(load_one(gate, i, args.input_type));
+      store_one(to, i, args.output_type, up == nullptr ? activate(args.kind, value)[0]
+                : activate_gated(args.kind, value, all_lanes(load_one(up, i, args.input_type)))[0]);
     }
   }
 }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu.experts.args import ExpertsArgs, RouteArgs
-from headrace.kernels.cpu.linear.args import GATED_ACTIVATIONS, PackedWeightC, RowAdaptersC, ScratchNeed
+from headrace.kernels.cpu.linear.args import ACTIVATIONS, PackedWeightC, RowAdaptersC, ScratchNeed
 from headrace.kernels.cpu.linear.deltas import DeltaTable, PackedDelta, PairedRows
 from headrace.kernels.cpu.linear.linear import (
     DTYPES,
@@ -144,8 +144,8 @@ class PackedExperts:
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
             raise ValueError(f"{len(self.gate_up)} gated pairs and {len(self.down)} matrices are no set of experts.")
-        if self.activation not in GATED_ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(GATED_ACTIVATIONS)}.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
         for stack, what in ((self.gate_up, "gated pairs"), (self.down, "down projections")):
             kinds = sorted({(weight.type_name, weight.n, weight.k, weight.gated) for weight in stack})
             if len(kinds) > 1 or kinds[0][3] != (stack is self.gate_up):
@@ -222,7 +222,7 @@ class PackedExperts:
             top_k=top_k,
             pass_rows=self.pass_rows(max_rows, top_k),
             inner_dtype=DTYPES[self.inner_dtype],
-            activation=GATED_ACTIVATIONS[self.activation],
+            activation=ACTIVATIONS[self.activation],
         )
         if self.biases is not None:
             args.gate_up_bias, args.down_bias = (pointer(bias) for bias in self.biases)
@@ -377,8 +377,8 @@ def why_no_experts(
     gate, up, down = type_names
     if gate != up:
         return f"an expert's gate and up projection are computed together, and their types differ: {gate} and {up}."
-    if activation not in GATED_ACTIVATIONS:
-        return f"the activation {activation} is unknown to the kernels; there are {', '.join(GATED_ACTIVATIONS)}."
+    if activation not in ACTIVATIONS:
+        return f"the activation {activation} is unknown to the kernels; there are {', '.join(ACTIVATIONS)}."
     return why_not(gate, 2 * inner, hidden, gated=True, level=level) or why_not(down, hidden, inner, level=level) or ""
 
 

@@ -11,10 +11,12 @@ import torch
 
 DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
-    {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 7}
+    {
+        **{"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 7},
+        **{"clamped_silu": 6, "silu_to_7": 8, "silu_to_16": 9},
+    }
 )
-GATED_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "clamped_silu": 6})
-"""The activations of gated pairs of experts."""
+"""Numbers of the activations; clamped_silu is of gated pairs alone."""
 ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
 """`Rows` in op.h, an op's number of rows: its own constant, or the step's num_tokens, num_logits or num_seqs."""
 

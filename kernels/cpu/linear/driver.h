@@ -84,9 +84,13 @@ Prepared prepare_rows(const LinearArgs& args, const Step& step, int64_t rows, in
   return {step.shared_scratch, row_bytes};
 }
 
+inline Floats silu(Floats value) { return value / (1.0f + exponential<true>(-value)); }
+
 inline Floats activate(Activation activation, Floats value) {
   switch (activation) {
-    case Activation::kSilu: return value / (1.0f + exponential<true>(-value));
+    case Activation::kSilu: return silu(value);
+    case Activation::kSiluTo7: return smaller(silu(value), all_lanes(7.0f));
+    case Activation::kSiluTo16: return smaller(silu(value), all_lanes(16.0f));
     case Activation::kGeluTanh: {
       const Floats inner = value * 0.7978845608f * (1.0f + 0.044715f * value * value);
       return 0.5f * value * (1.0f + hyperbolic_tangent(inner));
@@ -102,12 +106,22 @@ inline Floats activate(Activation activation, Floats value) {
   }
 }
 
+inline Floats within(Floats value, float most) { return larger(smaller(value, all_lanes(most)), all_lanes(-most)); }
+
+// The up projection as an activated gate is multiplied with it.
+inline Floats limited(Activation activation, Floats up) {
+  switch (activation) {
+    case Activation::kSiluTo7: return within(up, 7.0f);
+    case Activation::kSiluTo16: return within(up, 16.0f);
+    default: return up;
+  }
+}
+
 // The product of an activated gate and the up projection.
 inline Floats activate_gated(Activation activation, Floats gate, Floats up) {
-  if (activation != Activation::kClampedSilu) return activate(activation, gate) * up;
-  const Floats most = all_lanes(7.0f);  // gpt-oss
-  gate = smaller(gate, most);
-  up = larger(smaller(up, most), -most);
+  if (activation != Activation::kClampedSilu) return activate(activation, gate) * limited(activation, up);
+  gate = smaller(gate, all_lanes(7.0f));  // gpt-oss
+  up = within(up, 7.0f);
   return gate / (1.0f + exponential<true>(-1.702f * gate)) * (up + 1.0f);
 }
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headrace.kernels.cpu.linear.args import WEIGHT_TYPES
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
+from headrace.kernels.reference.rows import activate, activate_and_multiply
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -25,19 +26,11 @@ def reference(
     if weight.dtype == torch.bfloat16:
         x = x.to(torch.bfloat16)
     y = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    functions = {
-        "none": lambda value: value,
-        "silu": torch.nn.functional.silu,
-        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
-        "gelu": torch.nn.functional.gelu,
-        "relu": torch.relu,
-        "relu2": lambda value: torch.relu(value).square(),
-    }
-    if gated:
+    if activation != "none":
+        y = activate_and_multiply(y, activation) if gated else activate(y, activation)
+    elif gated:
         gate, up = y.chunk(2, dim=-1)
-        y = functions[activation](gate) * up
-    else:
-        y = functions[activation](y)
+        y = gate * up
     return y if residual is None else y + residual.to(dtype)
 
 

@@ -270,6 +270,22 @@ def _internlm2(fields: Fields, config: Config) -> dict[str, Any]:
     return {"bias": fields.holds("blk.0.attn_q.bias")}
 
 
+def _orion(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"rms_norm_eps": fields.number("attention.layer_norm_epsilon")}  # the name that configs have for it
+
+
+def _chatglm(fields: Fields, config: Config) -> dict[str, Any]:
+    """Also GLM 4 as transformers names it, whose files have queries, keys and values apart."""
+    fields.expect("rope.dimension_count", config["head_dim"] // 2)
+    return {
+        **dict.fromkeys(("rope_theta", "partial_rotary_factor", "num_key_value_heads")),
+        "rope_ratio": config["rope_theta"] / 10_000.0,
+        "multi_query_attention": True,
+        "multi_query_group_num": config["num_key_value_heads"],
+        "add_qkv_bias": fields.holds("blk.0.attn_qkv.bias") or fields.holds("blk.0.attn_q.bias"),
+    }
+
+
 def _minicpm(fields: Fields, config: Config) -> dict[str, Any]:
     depth, default = math.sqrt(config["num_hidden_layers"]), MINICPM3
     return biases(fields, config) | {
@@ -309,6 +325,12 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", permuted=True, extra=_squared_relu),
         "baichuan": GGUFArchitecture("BaichuanForCausalLM", "baichuan", permuted=True, extra=_baichuan),
         "bloom": GGUFArchitecture("BloomForCausalLM", "bloom", extra=_bloom),
+        "chatglm": GGUFArchitecture(
+            "ChatGLMModel",
+            "chatglm",
+            extra=_chatglm,
+            names={f"attn_{name[0]}": f"self_attention.{name}" for name in ("query", "key", "value")},
+        ),
         "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", extra=_cohere2),
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
         "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),
@@ -340,6 +362,8 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", offset_norms=True, extra=_squared_relu),
         "olmo": GGUFArchitecture("OlmoForCausalLM", "olmo", permuted=True, extra=_clipped),
         "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2", extra=_olmo2),
+        "orion": GGUFArchitecture("OrionForCausalLM", "orion", extra=_orion),
+        "pangu-embedded": GGUFArchitecture("PanguEmbeddedForCausalLM", "PanguEmbedded", extra=_internlm2),
         "phi2": GGUFArchitecture("PhiForCausalLM", "phi"),
         "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=window),
         "qwen": GGUFArchitecture("QWenLMHeadModel", "qwen"),

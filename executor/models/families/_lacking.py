@@ -1,0 +1,46 @@
+"""Architectures that others serve and that have no family, with what a family would need."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_REMOTE = "its code comes with its checkpoints, and nothing installed here can check a family against it"
+_LACKING = {
+    "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
+    "AXK1ForCausalLM": "a norm behind experts, which some layers lack",
+    "BailingMoeForCausalLM": _REMOTE,
+    "BailingMoeV2ForCausalLM": _REMOTE,
+    "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
+    "DeciLMForCausalLM": f"layers of different shapes, some without attention or an FFN, and {_REMOTE}",
+    "DeepseekForCausalLM": _REMOTE,
+    "DeepseekV4ForCausalLM": "compressed keys and values, and several residual streams (hyper-connections)",
+    "Glm5NextForCausalLM": "attention to keys that an index chooses beside recurrent layers",
+    "Grok1ForCausalLM": _REMOTE,
+    "Grok1ModelForCausalLM": _REMOTE,
+    "HCXVisionV2ForCausalLM": "its language model has no family of its own",
+    "HrmTextForCausalLM": "layers that are run several times (a recurrence in depth)",
+    "HYV4ForCausalLM": "layers of indexed attention",
+    "InklingForCausalLM": "relative positions and short convolutions of keys and values",
+    "InklingForConditionalGeneration": "relative positions and short convolutions of keys and values",
+    "IQuestLoopCoderForCausalLM": f"layers that are run twice, and {_REMOTE}",
+    "K2HorizonForCausalLM": _REMOTE,
+    "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
+    "MiMoV2ForCausalLM": _REMOTE,
+    "MistralLarge3ForCausalLM": "latent attention whose queries grow with positions",
+    "MuseGlimmerForCausalLM": "no family; transformers has its code",
+    "NemotronHPuzzleForCausalLM": "layers of different shapes",
+    "PanguProMoEV2ForCausalLM": _REMOTE,
+    "PanguUltraMoEForCausalLM": _REMOTE,
+    "Param2MoEForCausalLM": _REMOTE,
+    "Plamo2ForCausalLM": _REMOTE,
+    "Plamo3ForCausalLM": _REMOTE,
+    "Qwen4ExpForCausalLM": "no family; transformers has its code",
+    "Rnj1ForCausalLM": _REMOTE,
+    "SarvamMLAForCausalLM": _REMOTE,
+    "SarvamMoEForCausalLM": _REMOTE,
+    "SolarForCausalLM": f"residuals that skip several layers, and {_REMOTE}",
+    "Step1ForCausalLM": f"a form of ALiBi of its own, and {_REMOTE}",
+    "Step3TextForCausalLM": f"attention of factorised matrices, and {_REMOTE}",
+    "TeleChat2ForCausalLM": f"rotations that depend on the length of a prompt, and {_REMOTE}",
+    "TeleChat3ForCausalLM": _REMOTE,
+}
+LACKING: Mapping[str, str] = MappingProxyType(_LACKING)
