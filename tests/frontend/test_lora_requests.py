@@ -153,10 +153,10 @@ class Hub:
         self.listed: list[str] = []
         self.fetched: list[list[str]] = []
         self.error: Exception | None = None
-        patch.setattr(huggingface_hub, "list_repo_files", self.list)
+        patch.setattr(huggingface_hub, "list_repo_files", self.list_files)
         patch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def list(self, repo: str) -> list[str]:
+    def list_files(self, repo: str) -> list[str]:
         self.listed.append(repo)
         if self.error is not None:
             raise self.error
