@@ -179,7 +179,10 @@ def __getattr__(name: str) -> Any:
         missing = importlib.import_module("headrace.frontend.vllm.unsupported")
         error = missing.no_attribute("headrace", name, missing.PACKAGE, missing.reason_of(name))
         raise ImportError(str(error)) if name in missing.PACKAGE else error
-    value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)
+    try:
+        value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)
+    except AttributeError as error:  # `from headrace import ...` would not pass it on: a json.py beside a script
+        raise ImportError(f"headrace.{name} cannot be imported: {error}") from error
     return value
 
 

@@ -25,7 +25,7 @@ LEAST_ABOVE_0 = 1e-20
 _MOST_SIGNIFICAND, _MOST_EXPONENT = 1 << 53, 22
 """A number with a fraction of up to so many units in its last place, and such a power of ten, is read exactly by every
 JSON library: serde_json's, which llguidance uses, may miss others by one unit."""
-_ALLOWED = "integers up to 2^53 are, and fractions of up to 15 digits"
+_ALLOWED = "integers up to 2^53 are, larger ones that a double is written as (10^18), and fractions of up to 15 digits"
 
 
 class LongFloat(float):
@@ -58,10 +58,10 @@ def check_exact(value: Any, where: str) -> None:
 
 
 def _is_exact(value: float) -> bool:
+    if isinstance(value, int):  # first, as one may be too large for a float
+        return abs(value) < MOST_INTEGER and int(Decimal(repr(float(value)))) == value
     if isinstance(value, LongFloat) or not math.isfinite(value):
         return False
-    if isinstance(value, int):
-        return abs(value) < MOST_INTEGER and int(Decimal(repr(float(value)))) == value
     _, digits, exponent = Decimal(repr(value)).as_tuple()  # as it is written for a library
     significand = int("".join(map(str, digits)))
     return significand < _MOST_SIGNIFICAND and abs(int(exponent)) <= _MOST_EXPONENT
@@ -79,7 +79,7 @@ def with_exact_bounds(schema: dict[str, Any], where: str, *, is_merged: bool) ->
     if "number" in kinds:
         schema = {name: _within_reach(name, value) for name, value in schema.items()}
     for name in BOUNDS:
-        check_exact(schema.get(name), f"{where}/{name}")
+        check_exact(schema.get(name), f"{where.rstrip('/')}/{name}")
     rest = {name: value for name, value in schema.items() if name not in BOUNDS}
     low, high = _bound(schema, "minimum", max), _bound(schema, "maximum", min)
     if "number" not in kinds:
@@ -123,7 +123,7 @@ def _inclusive(low: tuple[float, bool] | None, high: tuple[float, bool] | None, 
     if high is not None:
         found["maximum"] = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
     for name, bound in found.items():
-        check_exact(bound, f"{where}/{name}")
+        check_exact(bound, f"{where.rstrip('/')}/{name}")
     return found
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 LIMITS: dict[str, Any] = {
+    "max_items_in_row": 25_000,  # an object of 5,000 optional properties has some 20,000
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 50_000,

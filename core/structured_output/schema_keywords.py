@@ -54,6 +54,8 @@ _DROPPED = (
 """Annotations. Libraries refuse some of them in some drafts."""
 _NOTES = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BEYOND_ANSWERS = 1 << 31
+"""As many characters, values or properties no answer has."""
 _IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 """Keywords whose schemas apply to the same value."""
 _MOST_UNIQUE = 4
@@ -122,7 +124,11 @@ class _Rewriting:
         found = with_exact_bounds(found, where, is_merged=self._is_merged)
         for name in _COUNTS:
             if isinstance(value := found.get(name), float) and value.is_integer():
-                found[name] = int(value)
+                found[name] = value = int(value)
+            if isinstance(value, int) and value >= _BEYOND_ANSWERS:  # libraries count in 32 bits
+                if name.startswith("min"):
+                    raise ValueError(f"{name} is 2^31 or more, which no answer can have (at {where})")
+                del found[name]
         if isinstance(form := found.get("format"), str) and (form not in FORMATS or form in IN_PATTERNS):
             del found["format"]
             if form in IN_PATTERNS and "pattern" in found:

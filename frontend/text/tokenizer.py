@@ -50,7 +50,8 @@ class Tokenizer(TransformersNames):
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise ModelError(
-                f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}: {error}"
+                "the model's tokenizer cannot be read by tokenizers "
+                f"{getattr(tokenizers, '__version__', f'({tokenizers.__file__})')}: {error}"
             ) from error
         self._tokenizer = GuardedTokenizer(library, bundle.tokenizer_json)
         # Files often carry truncation and padding settings of a training run; prompts must not be cut or padded.

@@ -133,6 +133,8 @@ def check_address(address: str, keys: Path | None = None) -> str:
     Also raises it for a tcp:// address beyond the loopback interface, unless there are keys (by default those of
     `headrace.ipc.transport.keys.key_file`) or insecure connections are allowed.
     """
+    if not isinstance(address, str):
+        raise AddressError(f"{address!r} is no address, which is a str: ipc:///path/to/socket or tcp://HOST:PORT")
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" and rest:
         return address

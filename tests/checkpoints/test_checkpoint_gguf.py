@@ -35,6 +35,7 @@ def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 
 SAID_OTHERWISE = {
+    "chatglm, glm4": "its config and its names are ChatGLM's, of which a file cannot be told",
     "gemma4, experts": "the size of the vocabulary of inputs of each layer, which it has none of",
     "falcon-h1": "its multipliers are in the matrices",
     "falcon-h1, normed": "its multipliers are in the matrices",

@@ -62,7 +62,10 @@ def test_every_model_type_has_the_architecture_that_transformers_gives_it() -> N
     }
     named |= dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named.pop("internlm3")  # of which transformers has no class of its own
-    encoders = ("bert", "camembert", "distilbert", "gte", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta")
+    encoders = (
+        *("bert", "camembert", "distilbert", "electra", "ernie", "gte", "modernbert", "mpnet", "nomic_bert", "roberta"),
+        "xlm-roberta",
+    )
     named |= {kind: MODEL_MAPPING_NAMES[kind] for kind in encoders}
     assert set(MODEL_TYPES.values()) <= families().keys()
     assert {kind: name for kind, name in MODEL_TYPES.items() if named.get(kind, name) != name} == {}

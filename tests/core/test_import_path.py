@@ -68,6 +68,14 @@ def test_a_script_of_another_folder_imports_nothing_from_the_current_one(strange
     assert ran(strangers) == []
 
 
+def test_a_module_beside_the_script_that_hides_one_of_pythons_is_named(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("X = 1\n")
+    script = tmp_path / "script.py"
+    script.write_text("from headrace import LLM\n")
+    failed = run(sys.executable, str(script), cwd=tmp_path)
+    assert "ImportError: headrace.LLM cannot be imported: module 'json' has no attribute" in failed.stderr
+
+
 def test_an_empty_entry_of_a_path_is_not_the_current_folder(strangers: Path, tmp_path: Path) -> None:
     """`PYTHONPATH=$PYTHONPATH:/mine` leaves one where the variable was not set."""
     script = tmp_path / "script.py"

@@ -52,8 +52,10 @@ def test_a_refused_connection_fails_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - start_s < within(2.0)
 
 
-@pytest.mark.parametrize("address", ["tcp://10.1.2.3:5", "tcp://0.0.0.0:5", "http://127.0.0.1", "", "ipc://"])
-def test_an_address_that_cannot_be_used_is_refused_in_a_sentence(address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["tcp://10.1.2.3:5", "tcp://0.0.0.0:5", "http://127.0.0.1", "", "ipc://", None, 5, b"ipc:///x"]
+)
+def test_an_address_that_cannot_be_used_is_refused_in_a_sentence(address: Any) -> None:
     with pytest.raises(AddressError, match=r"loopback|is no address"):
         run(CoreClient.connect(address))
 

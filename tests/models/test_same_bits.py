@@ -19,7 +19,7 @@ from tiny_models import TINY_MODELS
 from tiny_recurrent import FAMILIES as RECURRENT
 
 from headrace import LLM, SamplingParams
-from headrace.core.engine import loop
+from headrace.core.schedule.features import drafts
 
 MODELS = {
     "dense": TINY_MODELS["llama"],
@@ -131,7 +131,7 @@ def run(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, texts: list[lis
     monkeypatch.setattr(PreemptingScheduler, "preempts_at", plan.preempts_at)
     options: dict[str, Any] = {"batch_invariant": path.name in ASKED, "kv_cache_dtype": CACHES.get(path.name, "auto")}
     if plan.drafts:
-        monkeypatch.setattr(loop, "drafter_of", lambda _: KnowingDrafter(texts, DRAFTS[plan.drafts]))
+        monkeypatch.setattr(drafts, "drafter_of", lambda _: KnowingDrafter(texts, DRAFTS[plan.drafts]))
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4}
     if not plan.together:
         options["max_num_seqs"] = 1

@@ -187,7 +187,7 @@ def test_experts_that_ranks_keep_in_unlike_forms_stay(caplog: pytest.LogCaptureF
     forms = (torch.float32, torch.bfloat16, torch.float32)
     of_ranks = run_ranks(WORLD, lambda place: balance_on(place, forms[place.tp_rank]))
     assert of_ranks == [[first_placement(7, 2, 3)] * len(LOADS)] * 3
-    assert caplog.text.count("ranks keep them in unlike forms") == 1
+    assert caplog.text.count("ranks store them in different forms") == 1
 
 
 def test_what_copies_cost_is_told_in_bytes() -> None:

@@ -110,6 +110,14 @@ def test_the_schemas_of_a_grammar_are_found_at_once(part: str) -> None:
     assert said.endswith(part)
 
 
+@each_backend
+def test_an_object_of_a_thousand_optional_properties_is_followed(name: str) -> None:
+    properties = {f"p{each}": {"type": "integer"} for each in range(1000)}
+    start = compiled(name, "json", json.dumps({"properties": properties, "additionalProperties": False}))
+    assert takes(start, '{"p0":1,"p999":2}')
+    assert not takes(start, '{"p1000":1}')
+
+
 def test_forms_count_as_memory_that_a_client_takes_of_the_engine() -> None:
     def request(slot: int) -> AddRequest:
         form = StructuredOutput(kind="regex", text="a" * 1_000_000)
