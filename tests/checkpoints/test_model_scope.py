@@ -143,6 +143,7 @@ def hub() -> Iterator[str]:
         yield it
 
 
+@pytest.mark.system
 def test_the_library_fetches_from_a_hub_and_finds_it_again_without(hub: str, tmp_path: Path) -> None:
     environment = {USE: "1", "MODELSCOPE_ENDPOINT": hub, "MODELSCOPE_CACHE": str(tmp_path / "cache")}
     asked: list[tuple[str, dict[str, Any]]] = [

@@ -85,6 +85,7 @@ def test_several_http_processes_share_several_engines() -> None:
         assert len(coordinators_of(server)) == 1
 
 
+@pytest.mark.system
 def test_frontends_find_engines_and_go_on_without_a_coordinator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ assert found == [True, False], found
 """
 
 
+@pytest.mark.system
 def test_what_is_compiled_ahead_is_what_a_launch_looks_for(tmp_path: Path) -> None:
     """In another process, on tensors that have values; a width that Triton compiles anew for is not there."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

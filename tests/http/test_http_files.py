@@ -362,6 +362,7 @@ def test_a_batch_whose_server_was_killed_goes_on_in_the_next_once_it_is_silent(t
         assert set(rows(client, done.output_file_id)) == {"a", "long"}
 
 
+@pytest.mark.system
 def test_a_batch_outlives_its_engine(tmp_path: Path):
     arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096")
     with serving(

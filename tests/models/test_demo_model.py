@@ -91,6 +91,7 @@ def assert_is_transformers(exact: Any, outputs: list[RequestOutput], num_tokens:
     assert len({token for output in outputs for token in tokens_of(output)}) > num_tokens
 
 
+@pytest.mark.system
 def test_greedy_tokens_in_float32_are_those_of_transformers(exact: Any, in_float32: list[RequestOutput]) -> None:
     assert_is_transformers(exact, in_float32, NEW_TOKENS)
 

@@ -35,6 +35,7 @@ open(f"{out}.{rank}", "w").write(json.dumps(answers))
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("tp_size", "pp_size"),
     [(1, 2), pytest.param(2, 1, marks=pytest.mark.system), pytest.param(2, 2, marks=pytest.mark.system)],

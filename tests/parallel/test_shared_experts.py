@@ -320,6 +320,7 @@ def test_tokens_are_those_of_one_engine_and_when_one_is_killed_all_begin_anew_an
         assert not {each.pid for each in before} & {each.pid for each in daemons()}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.system)])
 @pytest.mark.parametrize(
     ("options", "stops_worker"),
