@@ -11,7 +11,6 @@ call whose arguments follow the schema, and the stream must say the same as the 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import jsonschema
-from real_tokenizers import ENDS, KINDS, Kind, fetch
+from real_tokenizers import ENDS, KINDS, Kind, arguments_of, fetch
 from report import Report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -61,6 +60,11 @@ def posted(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respo
     return response
 
 
+def chosen(choice: str, named: dict[str, Any]) -> dict[str, Any]:
+    """`tool_choice` of OpenAI's APIs, one of which names a function like this; nothing where the model is free."""
+    return {} if choice == "strict" else {"tool_choice": named if choice == "named" else "required"}
+
+
 def chat(client: httpx.Client, said: str, choice: str, *, stream: bool) -> Said:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": said}],
@@ -70,11 +74,8 @@ def chat(client: httpx.Client, said: str, choice: str, *, stream: bool) -> Said:
         "max_tokens": MOST_TOKENS,
         "parallel_tool_calls": False,
         "stream": stream,
+        **chosen(choice, {"type": "function", "function": {"name": CALL[0]}}),
     }
-    if choice == "required":
-        body["tool_choice"] = "required"
-    elif choice == "named":
-        body["tool_choice"] = {"type": "function", "function": {"name": CALL[0]}}
     response = posted(client, "/v1/chat/completions", body)
     if not stream:
         (given,) = response.json()["choices"]
@@ -136,11 +137,8 @@ def responses(client: httpx.Client, said: str, choice: str, *, stream: bool) -> 
         "max_output_tokens": MOST_TOKENS,
         "parallel_tool_calls": False,
         "stream": stream,
+        **chosen(choice, {"type": "function", "name": CALL[0]}),
     }
-    if choice == "required":
-        body["tool_choice"] = "required"
-    elif choice == "named":
-        body["tool_choice"] = {"type": "function", "name": CALL[0]}
     response = posted(client, "/v1/responses", body)
     streamed = dict[str, str]()
     answer = None if stream else response.json()
@@ -236,11 +234,7 @@ def check(folder: Path, overrides: dict[str, int], format_name: str, library: st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder for the packages")
-    parser.add_argument("--only", nargs="*", choices=list(KINDS), help="tokenizers (default: all)")
-    parser.add_argument("--report", type=Path, help="file for the results as JSON")
-    asked = parser.parse_args()
+    asked = arguments_of(__doc__)
     report = Report(asked.report, "forced_calls", {})
     faults = 0
     for name in asked.only or KINDS:

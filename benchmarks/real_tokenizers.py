@@ -162,12 +162,17 @@ def check(kind: Kind, folder: Path, library: str) -> dict[str, str]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(description: str | None) -> argparse.Namespace:
+    """The command line of a benchmark over these tokenizers: folder, only, report."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder for the packages")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), help="tokenizers (default: all)")
     parser.add_argument("--report", type=Path, help="file for the results as JSON")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = arguments_of(__doc__)
     report = Report(asked.report, "real_tokenizers", {})
     faults = 0
     for name in asked.only or KINDS:
