@@ -228,6 +228,16 @@ def test_a_thousand_bodies_of_every_size_leave_the_server_as_it_was(client, serv
     wait_until(lambda: memory_bytes(server) - before < most_left_bytes, 30, "giving memory back")
 
 
+def test_a_refused_body_is_freed_without_a_collection_of_garbage(client, server):
+    """The traceback of the error that refuses it refers to what the error went through."""
+    path, body = _body_of(1, 5 << 20)
+    assert client.post(path, content=body, headers=JSON).status_code == 413
+    before = memory_bytes(server)
+    for _ in range(8):
+        assert client.post(path, content=body, headers=JSON).status_code == 413
+    wait_until(lambda: memory_bytes(server) - before < 20 << 20, 5, "freeing bodies")
+
+
 def _body_of(kind: int, size: int) -> tuple[str, bytes]:
     """A body of so many bytes, or a little more where its frame alone is longer."""
     frames = {

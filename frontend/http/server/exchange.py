@@ -268,11 +268,13 @@ class Exchange:
     async def prepare(self, make: Callable[[bytes], T]) -> T:
         """Returns make(JSON body), run in a thread if the body is large, and once more if it names a model that is
         found only now. Raises ApiError and ClientGoneError."""
+        only = list[bytes]()  # emptied at the end: an error's traceback refers to this frame, and would keep the body
         try:
             with tokenizing():
-                body = await self._json_body()
-                return await self._finder.twice(lambda: self._bodies.run(body, make))
+                only.append(await self._json_body())
+                return await self._finder.twice(lambda: self._bodies.run(only[0], make))
         finally:
+            only.clear()
             self._bodies.release(self._num_body_bytes, self.tenant)
 
     async def parts(self) -> AsyncIterator[bytes]:
