@@ -3,7 +3,8 @@
 `import torch` runs a thousand modules, of which a third (its exporter, quantisation for training, distributions, what
 its compiler knows of operators) serve nothing that the engine does, and take a third of the import's time. A program of
 ours that imports torch for itself alone puts them off; whoever asks for a name of theirs, as transformers' models or
-torch's compiler may do, gets it as ever.
+code of others may do, gets it as ever. So does whoever imports a module of the library that `import torch` has not
+imported: the library's modules import one another in circles, out of which they find where all of them are there.
 
 A module that registers something when it is imported, and of which nobody need ask for a name, is imported by
 `import_deferred`, which is called before code of others runs in the program.
@@ -48,7 +49,7 @@ class DeferredModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that are put off, and nothing else."""
+    """Finds the modules that are put off, and imports them before any that their library has not imported itself."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -56,8 +57,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if target is None and name in sys.modules:  # importing its package, which was put off, has imported it as well
-            return importlib.machinery.ModuleSpec(name, _Imported(sys.modules[name]))
+        if _deferred and _is_complete(name.partition(".")[0]) and threading.get_ident() not in _importing.values():
+            _import_all()
+        if target is None and name in sys.modules:  # importing those that were put off has imported it as well
+            return _Imported(sys.modules[name]).spec
         if name not in self.names:
             return None
         self.names.discard(name)
@@ -85,6 +88,8 @@ class _Imported(importlib.abc.Loader):
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
+        self.spec = module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, self)
+        # The module has it as well, since the import system takes the module's own where that appeared as it looked.
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return self._module
@@ -96,7 +101,8 @@ class _Imported(importlib.abc.Loader):
 _finder = _Finder()
 _deferred: dict[str, threading.RLock] = {}
 """A lock for each module that there is and that has not been imported, in the order in which they would have been."""
-_importing: set[str] = set()
+_importing: dict[str, int] = {}
+"""The thread that imports each of those which are being imported."""
 
 
 def defer(names: Iterable[str] = OF_TORCH) -> None:
@@ -108,9 +114,20 @@ def defer(names: Iterable[str] = OF_TORCH) -> None:
 
 def import_deferred() -> None:
     """Imports all that was put off, and puts off nothing more."""
-    _finder.names.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+    _import_all()
+
+
+def _is_complete(library: str) -> bool:
+    """Whether modules of this library are put off, and the library has been imported but for them."""
+    if not any(name.startswith(library + ".") for name in _deferred):
+        return False
+    return not getattr(sys.modules[library].__spec__, "_initializing", False)
+
+
+def _import_all() -> None:
+    _finder.names.clear()
     for name in list(_deferred):
         _import_one(sys.modules[name])
 
@@ -132,13 +149,13 @@ def _import_one(module: ModuleType) -> None:
     with lock:
         if name not in _deferred or name in _importing:  # another thread has imported it; or this one does just now
             return
-        _importing.add(name)
+        _importing[name] = threading.get_ident()
         try:
             assert module.__spec__ is not None, "deferred modules have one"
             assert module.__spec__.loader is not None, "deferred modules have one"
             module.__spec__.loader.exec_module(module)
         finally:
-            _importing.discard(name)
+            del _importing[name]
         del _deferred[name]
         if type(module) is DeferredModule:
             object.__setattr__(module, "__class__", ModuleType)
