@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -338,9 +339,20 @@ def test_a_call_behind_a_separator_is_held_to_its_schema_too():
             assert not accepts(grammar, f"{begin}{good}{separator}{bad}"), separator
 
 
+@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+@pytest.mark.parametrize("bounds", [{}, {"minLength": 1}, {"minLength": 1.0}])
+def test_a_string_without_a_bound_repeats_no_group_by_a_count(name, bounds):
+    """For each mask, xgrammar looks anew at every token where a group repeats {0,} times: 0.11 s for 262,144."""
+    schema = {"type": "object", "properties": {"text": {"type": "string", **bounds}}, "required": ["text"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for grammar in (ForcedCalls, StrictCalls):
+        assert not re.search(r"\)\{\d+\.?\d*,\}", grammar(load_format(name).calls, tools, {}, several=True).text())
+
+
 def test_texts_and_truth_values_may_be_pythons_where_calls_are():
     properties: dict[str, Any] = {  # any of which may be left out
         "city": {"type": "string", "maxLength": 5},
+        "note": {"type": "string"},
         "unit": {"enum": ["c", "it's"]},
         "exact": {"type": ["boolean", "null"]},
         "code": {"type": "string", "pattern": "^[a-z]$"},
@@ -352,7 +364,10 @@ def test_texts_and_truth_values_may_be_pythons_where_calls_are():
     grammar = ForcedCalls(calls, tools, {}, several=False).text()
     for said, meant in (
         (r"city='Z\u00fc'", None),  # this escape is none of those that count as one character
-        (r"city='a\'\\\"\n'", {"city": "a'\\\"\n"}),
+        (r"note='a\'\\\"\n'", {"note": "a'\\\"\n"}),
+        (r"city='a\n'", None),  # where the length is bounded, escapes are JSON's
+        (r'city="a\n"', {"city": "a\n"}),
+        ("city='Basel'", {"city": "Basel"}),
         ("city='Zürich'", None),
         ('city="Basel"', {"city": "Basel"}),
         ("unit='c', exact=None", {"unit": "c", "exact": None}),

@@ -294,7 +294,7 @@ class ForcedCalls(Rules):
         """A string of the schema's length and pattern, up to the first `end`."""
         is_special = any(map(end.startswith, self._special_ids))
         close = regex(line if is_special else line + end)
-        parts = [rf"/(.|\n){{{schema.get('minLength') or 0},{schema.get('maxLength', '')}}}{close}/"]
+        parts = [rf"/(.|\n){_times(schema)}{close}/"]
         if isinstance(pattern := schema.get("pattern"), str):
             parts.append(f"/{_whole_pattern(pattern)}{close}/")
         if is_special:
@@ -306,7 +306,8 @@ class ForcedCalls(Rules):
         return name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
-        """An argument whose value is JSON (which the parser accepts too), or a Python string, bool or None."""
+        """An argument whose value is JSON (which the parser accepts too), or a Python string, bool or None. A Python
+        string of bounded length has no escapes, with which a character would be a group (`_times`)."""
         return f"{literal(name + '=')} ({' | '.join([self._json(schema), *self._python_values(schema)])})"
 
     def _python_values(self, schema: Mapping[str, Any]) -> list[str]:
@@ -319,8 +320,8 @@ class ForcedCalls(Rules):
         declared = schema.get("type")
         types = [declared] if isinstance(declared, str) else declared or ()
         if "string" in types and not {"pattern", "format"} & schema.keys():
-            least, most = schema.get("minLength") or 0, schema.get("maxLength", "")
-            ways.append(rf"/'([^'\\\n]|\\[\\'\"nrt]){{{least},{most}}}'/")
+            times, escapes = _times(schema), r"\\[\\'\"nrt]"
+            ways.append(rf"/'([^'\\\n]|{escapes}){times}'/" if times in "*+" else rf"/'[^'\\\n]{times}'/")
         ways += [literal("True"), literal("False")] if "boolean" in types else []
         ways += [literal("None")] if "null" in types else []
         return ways
@@ -455,6 +456,15 @@ def regex(text: str) -> str:
 def _one_of(texts: Iterable[str]) -> str:
     """A regular expression for any of the texts."""
     return f"({'|'.join(map(regex, texts))})"
+
+
+def _times(schema: Mapping[str, Any]) -> str:
+    """How often a string's character repeats. Without a bound it is a star or a plus: where a group repeats by a count,
+    and be it {0,}, xgrammar looks at each token of the vocabulary anew for each mask."""
+    least, most = int(schema.get("minLength") or 0), schema.get("maxLength")
+    if most is None and least <= 1:
+        return "+" if least else "*"
+    return f"{{{least},{'' if most is None else int(most)}}}"
 
 
 def _whole_pattern(pattern: str) -> str:
