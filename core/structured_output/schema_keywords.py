@@ -67,6 +67,8 @@ _SCHEMAS = (
     *("not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
 _VALUES = ("enum", "const", "default", "examples", "required", "dependentRequired")
+_VALUES_OF_NULL = ("const", "default", "examples")
+"""Keywords that null is a value for."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
@@ -118,7 +120,12 @@ class _Rewriting:
 
     def _changed(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
         """The schema itself rewritten, and not yet the schemas within it."""
-        found = {name: value for name, value in schema.items() if name not in _DROPPED}
+        # Clients write keywords that a program has left out as null.
+        found = {
+            name: value
+            for name, value in schema.items()
+            if name not in _DROPPED and (value is not None or name in _VALUES_OF_NULL)
+        }
         for name in ("enum", "const"):
             check_exact(found.get(name), where)
         found = with_exact_bounds(found, where, is_merged=self._is_merged)

@@ -85,7 +85,7 @@ def check_arguments(choice: ToolChoice) -> None:
     """Checks tools whose calls are constrained to their schemas. Raises ApiError unless parameters are an object."""
     for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
         schema, named = function.get("parameters") or {}, f"the parameters of the tool {function['name'][:80]!r}"
-        declared = schema.get("type", "object")
+        declared = schema.get("type") or "object"
         if declared != "object" and not (isinstance(declared, list) and "object" in declared):
             raise bad_field("tools", f"{named} are of type {declared!r:.80}, and a call's arguments are an object")
         properties = schema.get("properties") or {}
