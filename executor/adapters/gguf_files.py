@@ -37,6 +37,7 @@ IDLE = frozenset(("adapter.type", "adapter.lora.task_name", "adapter.lora.prompt
 PAIR = re.compile(r"(.+)\.lora_([ab])")
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "chatglm": ("GlmForCausalLM",),
         "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
         "granitehybrid": ("BambaForCausalLM",),
         "llama": ("MistralForCausalLM", "MistralConsolidated", "MixtralForCausalLM", "InternLM3ForCausalLM"),

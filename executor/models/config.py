@@ -91,6 +91,11 @@ class Config(Mapping[str, Any]):
             elif name not in self._read:
                 yield name, name, value
 
+    def pass_over(self, *beginnings: str) -> None:
+        """Counts fields whose names begin so as read: they are of a kind of layer of which this model has none, and
+        configs have their defaults all the same."""
+        self._read.update(name for name in self._stored if name.startswith(beginnings))
+
     def section_at(self, path: Sequence[str]) -> Config:
         """The section of a section that these keys lead to."""
         found = self

@@ -39,7 +39,6 @@ SAID_OTHERWISE = {
     "gemma4, experts": "the size of the vocabulary of inputs of each layer, which it has none of",
     "falcon-h1": "its multipliers are in the matrices",
     "falcon-h1, normed": "its multipliers are in the matrices",
-    "nemotron_h": "keys of the experts that it has none of",
 }
 """Cases whose files say the same model in other words, and what. `test_gguf_families.py` compares all cases' tokens."""
 

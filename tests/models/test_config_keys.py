@@ -66,6 +66,15 @@ OF_NO_EFFECT = {
     "granitemoe_swa": {"rope_theta"},
     "granite_hybrid": {"time_step_limit", "rope_theta"},  # there is no rotation
     "granite_hybrid_dense": {"time_step_limit", "num_experts_per_tok"},  # there are no experts
+    "granite_hybrid_attention": {  # there is no recurrent layer, and there are no experts
+        *("mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups"),
+        *("mamba_n_heads", "mamba_proj_bias", "time_step_limit", "num_experts_per_tok"),
+    },
+    "nemotron_h_dense": {  # there are no experts
+        *("moe_latent_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_routed_experts"),
+        *("n_shared_experts", "n_group", "topk_group", "norm_topk_prob", "num_experts_per_tok"),
+        *("routed_scaling_factor", "time_step_limit"),
+    },
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},

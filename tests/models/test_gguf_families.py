@@ -27,7 +27,7 @@ GGUF_COLUMN = re.compile(r"^\| `(\w+)` \|(?:[^|]*\|){4} (\w*) *\|", re.MULTILINE
 def test_a_gguf_file_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name].make()
     path = case.save(tmp_path / "model.gguf")
-    prompts = shared_prefix(case.config["vocab_size"])
+    prompts = shared_prefix(case.config.get("vocab_size") or case.config["padded_vocab_size"])
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     with LLM(str(path), **TIGHT, num_gpu_blocks_override=60, kv_cache_dtype="float32") as llm:
         outputs = generate_all_at_once(llm, prompts, params)

@@ -24,8 +24,6 @@ def converted(arch: str, state: Mapping[str, Tensor], config: Config) -> dict[st
     file."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if arch in ("bloom", "chatglm"):
-            name = name.removeprefix("transformer.")
         for own, part in _parts(arch, name, tensor, config):
             found[own] = _adjusted(arch, own, part, config)
     return _stacked(found)
@@ -52,6 +50,8 @@ def alphas(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tuple[str, Tensor]]:
+    if arch in ("bloom", "chatglm"):
+        name = name.removeprefix("transformer.")
     start, _, last = name.rpartition(".")
     block = BLOCKS.match(name)
     blk = f"blk.{block[1]}." if block else ""

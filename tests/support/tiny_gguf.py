@@ -175,7 +175,7 @@ def save_adapter(
         _write(writer, key.replace("__", "."), value)
     kind_of_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     sizes = {"num_hidden_layers": len(config.get("layers_block_type") or ()), **config}  # Nemotron-H's have no number
-    num_layers = next(sizes[key] for key in ("n_layers", "n_layer", "num_hidden_layers") if key in sizes)
+    num_layers = next(sizes[key] for key in ("n_layers", "n_layer", "num_layers", "num_hidden_layers") if key in sizes)
     names = gguf.get_tensor_name_map(kind_of_arch, num_layers)
     for name, pair in gguf_tensors.converted_factors(arch, factors, config).items():
         own = _name_in_file(names, name)

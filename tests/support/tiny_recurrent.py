@@ -67,12 +67,20 @@ FAMILIES: dict[str, TinyModel] = {
         "GraniteMoeHybrid", **BESIDE, num_hidden_layers=3, num_local_experts=0, shared_intermediate_size=40,
         layer_types=["mamba", "mamba", "attention"], position_embedding_type="rope", mamba_proj_bias=True,
     ),
+    "granite_hybrid_attention": tiny(  # as Granite 4's smallest, which has no recurrent layer
+        "GraniteMoeHybrid", **BESIDE, num_hidden_layers=3, num_local_experts=0, shared_intermediate_size=40,
+        layer_types=["attention"] * 3, position_embedding_type="rope",
+    ),
     "bamba": tiny("Bamba", **BESIDE, num_hidden_layers=3, attn_layer_indices=[1], time_step_limit=[0.0, 0.6]),
     "nemotron_h": tiny(
         "NemotronH", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
         layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"], n_routed_experts=8,
         num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=40, n_group=2,
         topk_group=1, routed_scaling_factor=1.5,
+    ),
+    "nemotron_h_dense": tiny(
+        "NemotronH", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
+        layers_block_type=["mamba", "mlp", "attention", "mlp"],
     ),
     "falcon_h1": tiny(
         "FalconH1", **BESIDE, num_hidden_layers=2, mamba_d_ssm=64, mamba_n_groups=2, key_multiplier=0.4,

@@ -49,6 +49,10 @@ def recurrent_layers(config: Config, key: str, count: int) -> list[bool]:
     return [each in RECURRENT for each in kinds[:count]]
 
 
+FIELDS = ("mamba_", "time_step_")
+"""How the fields that `mamba` reads begin."""
+
+
 def mamba(config: Config, **fields: Any) -> Ssd:
     """Mamba 2's mixer as Bamba's config describes it. Raises ModelError."""
     require_silu(config, "hidden_act")

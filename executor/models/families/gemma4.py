@@ -137,6 +137,8 @@ def _mixers(text: Config, types: Sequence[str]) -> list[ValueNormAttention]:
         larger = {"head_dim": optional_integer(text, "global_head_dim") or GLOBAL_HEAD_DIM}
         heads = optional_integer(text, "num_global_key_value_heads")
         larger |= {"num_key_value_heads": heads} if same and heads is not None else {}
+    if "sliding_attention" not in types:
+        text.pass_over("sliding_window")
     found = []
     for each, own in zip(types, layer_configs(text, len(types), "head_dim", "num_key_value_heads"), strict=True):
         is_full = each == "full_attention"

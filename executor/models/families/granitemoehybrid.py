@@ -19,7 +19,7 @@ from headrace.executor.models.families._config import (
     positive,
     rope,
 )
-from headrace.executor.models.families._ssd import IGNORED, mamba, recurrent_layers
+from headrace.executor.models.families._ssd import FIELDS, IGNORED, mamba, recurrent_layers
 from headrace.executor.models.families.granite import multipliers
 
 HYBRID = "GraniteMoeHybridForCausalLM"
@@ -62,6 +62,8 @@ def build(config: Config) -> ArchSpec:
     rotates = not is_hybrid or one_of(config, "position_embedding_type", "nope", "rope") == "rope"
     fused = list(shared_parts(config, shared))
     mixer = mamba(config) if any(kinds) else None
+    if is_hybrid and mixer is None:  # as of Granite 4's smallest
+        config.pass_over(*FIELDS)
     if mixer is not None and not mixer.problem():
         fused += mixer.fused()
     spec = llama_like(

@@ -39,6 +39,8 @@ def build(config: Config) -> ArchSpec:
     num_layers = integer(config, "num_hidden_layers")
     default = ["full_attention" if i == 0 or not (i + 1) % 6 else "sliding_attention" for i in range(num_layers)]
     types = layer_types(config, num_layers, default)
+    if "sliding_attention" not in types:
+        config.pass_over("sliding_window", "swa_", "add_swa_")
     mixers = {kind: _attention(config, kind) for kind in dict.fromkeys(types)}
     scale = optional_number(config, "attention_value_scale") if "attention_value_scale" in config else 0.707
     spec = llama_like(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
@@ -44,6 +45,18 @@ NAMES = WeightNames(
 )
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """Kinds of layers in `hybrid_override_pattern`."""
+FIELDS: Mapping[frozenset[str], tuple[str, ...]] = MappingProxyType(
+    {
+        frozenset({LETTERS["M"]}): ("mamba_", "ssm_", "time_step_", "n_groups", "conv_kernel", "use_conv_bias"),
+        frozenset({LETTERS["*"]}): ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_"),
+        frozenset({"moe"}): (
+            *("n_routed_experts", "n_shared_experts", "moe_", "num_experts_per_tok", "routed_scaling_factor"),
+            *("n_group", "topk_group", "norm_topk_prob"),
+        ),
+        frozenset({"mlp", "moe"}): ("mlp_",),
+    }
+)
+"""How the fields begin that layers of these kinds alone read."""
 EXPERTS = {"relu2": "relu"}
 """Activation of an expert's gate with which a gated expert, whose gate and up projection are one matrix, computes
 another without a gate: relu(u) * u is the square of relu(u)."""
@@ -143,6 +156,9 @@ def _mixture(config: Config) -> Experts:
 
 def build(config: Config) -> ArchSpec:
     kinds, blocks = layer_kinds(config), dict[str, tuple[Mixer, Ffn]]()
+    for those, fields in FIELDS.items():
+        if not those.intersection(kinds):
+            config.pass_over(*fields)
     for kind in dict.fromkeys(kinds):
         if kind == LETTERS["M"]:
             blocks[kind] = _mamba(config), NoFfn()
