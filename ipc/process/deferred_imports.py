@@ -57,7 +57,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if _deferred and _is_complete(name.partition(".")[0]) and threading.get_ident() not in _importing.values():
+        # While one of those put off is imported, what it imports comes at once; and another thread, which holds the
+        # lock of what it imports, does not wait for that one, which may need it.
+        if _deferred and not _importing and _is_complete(name.partition(".")[0]):
             _import_all()
         if target is None and name in sys.modules:  # importing those that were put off has imported it as well
             return _Imported(sys.modules[name]).spec
@@ -101,8 +103,7 @@ class _Imported(importlib.abc.Loader):
 _finder = _Finder()
 _deferred: dict[str, threading.RLock] = {}
 """A lock for each module that there is and that has not been imported, in the order in which they would have been."""
-_importing: dict[str, int] = {}
-"""The thread that imports each of those which are being imported."""
+_importing: set[str] = set()
 
 
 def defer(names: Iterable[str] = OF_TORCH) -> None:
@@ -149,13 +150,13 @@ def _import_one(module: ModuleType) -> None:
     with lock:
         if name not in _deferred or name in _importing:  # another thread has imported it; or this one does just now
             return
-        _importing[name] = threading.get_ident()
+        _importing.add(name)
         try:
             assert module.__spec__ is not None, "deferred modules have one"
             assert module.__spec__.loader is not None, "deferred modules have one"
             module.__spec__.loader.exec_module(module)
         finally:
-            del _importing[name]
+            _importing.discard(name)
         del _deferred[name]
         if type(module) is DeferredModule:
             object.__setattr__(module, "__class__", ModuleType)

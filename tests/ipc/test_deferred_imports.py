@@ -135,7 +135,14 @@ def test_torch_works_without_its_deferred_modules_and_has_them_when_asked() -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["torch._prims", "torch._inductor", "torch.ao.quantization.fx", "torch.utils._content_store"]
+    "name",
+    [
+        "torch._prims",
+        *(
+            pytest.param(f"torch.{name}", marks=pytest.mark.system)
+            for name in ("_inductor", "ao.quantization.fx", "utils._content_store")
+        ),
+    ],
 )
 def test_a_module_of_torch_that_imports_those_put_off_in_a_circle_is_imported(name: str) -> None:
     program = f"from headrace.ipc.process.deferred_imports import *\ndefer(); import torch, {name}\n"
