@@ -70,6 +70,7 @@ _VALUES = ("enum", "const", "default", "examples", "required", "dependentRequire
 _VALUES_OF_NULL = ("const", "default", "examples")
 """Keywords that null is a value for."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
+_TYPE_NAMES = frozenset({*_TYPES, "integer"})
 
 
 def in_followed_keywords(schema: Any) -> Any:
@@ -126,6 +127,8 @@ class _Rewriting:
             for name, value in schema.items()
             if name not in _DROPPED and (value is not None or name in _VALUES_OF_NULL)
         }
+        if "type" in found:
+            found["type"] = _in_small_letters(found["type"])
         for name in ("enum", "const"):
             check_exact(found.get(name), where)
         found = with_exact_bounds(found, where, is_merged=self._is_merged)
@@ -241,10 +244,17 @@ def _without_notes(schema: Any) -> Any:
     return {k: v for k, v in schema.items() if k not in _NOTES} if isinstance(schema, dict) else schema
 
 
+def _in_small_letters(types: Any) -> Any:
+    """One or several types by JSON Schema's names, which clients of Gemini's API write in capitals."""
+    if isinstance(types, list):
+        return [_in_small_letters(each) for each in types]
+    return types.lower() if isinstance(types, str) and types.lower() in _TYPE_NAMES else types
+
+
 def _types_of(schema: dict[str, Any]) -> set[str]:
     if (values := _values_in(schema)) is not None:
         return {_type_of(each) for each in values}
-    kinds = schema.get("type", _TYPES)
+    kinds = _in_small_letters(schema.get("type", _TYPES))
     kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds))
     return {"number" if each == "integer" else each for each in kinds}
 

@@ -147,8 +147,9 @@ def test_a_schema_that_is_none_is_refused_by_its_tool_and_its_part(client, param
     assert answer.json()["error"]["param"] == "tools"
 
 
-def test_arguments_are_an_object_where_the_schema_does_not_say_so(client: httpx.Client):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"maxProperties": 0}}}]
+@pytest.mark.parametrize("said", [{}, {"type": "OBJECT"}, {"type": ["Object", "NULL"]}])
+def test_arguments_are_an_object_where_the_schema_does_not_say_so(client: httpx.Client, said):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**said, "maxProperties": 0}}}]
     (choice,) = ask(client, CHAT, **body_of("7", tools=tools, tool_choice="required", parallel_tool_calls=False))[
         "choices"
     ]

@@ -128,6 +128,33 @@ def test_a_keyword_without_effect_is_no_reason_to_refuse(name: str) -> None:
             jsonschema.Draft202012Validator(said).validate(json.loads(found))
 
 
+IN_CAPITALS: dict[str, Any] = {
+    "type": "OBJECT",
+    "properties": {
+        "type": {"type": "STRING", "enum": ["STRING"]},
+        "list": {"type": "Array", "items": {"type": ["INTEGER", "NULL"]}, "maxItems": 2},
+        "either": {"oneOf": [{"type": "BOOLEAN"}, {"type": "NULL"}]},
+    },
+    "required": ["type", "list", "either"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_types_may_be_named_in_capitals(name: str) -> None:
+    start = compiled(name, "json", json.dumps(IN_CAPITALS))
+    for more in ("true", "null"):
+        assert takes(start, f'{{"type":"STRING","list":[1,null],"either":{more}}}')
+    for wrong in ('{"type":"string","list":[],"either":true}', '{"type":"STRING","list":["a"],"either":true}', "[]"):
+        assert not takes(start, wrong)
+
+
+def test_alternatives_of_one_type_in_two_spellings_do_not_exclude_each_other() -> None:
+    schema = {"oneOf": [{"type": "STRING", "maxLength": 3}, {"type": "string", "minLength": 2}]}
+    with pytest.raises(InvalidRequestError, match="oneOf is not followed"):
+        compiled("llguidance", "json", json.dumps(schema))
+
+
 KIND_A = {"type": "object", "properties": {"kind": {"const": "a"}, "x": TEXT}, "required": ["kind"]}
 KIND_B = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]}
 OPEN_A, OPEN_B = ({"type": "object", "properties": {each: TEXT}, "required": [each]} for each in "ab")

@@ -282,8 +282,7 @@ class ForcedCalls(Rules):
         ways = list[str]()
         for each in (each for name in ("anyOf", "oneOf") for each in schema.get(name) or ()):
             ways += self._texts(each, line, end) if isinstance(each, Mapping) else []
-        declared = schema.get("type")
-        types = [declared] if isinstance(declared, str) else declared or ()
+        types = types_of({"type": schema.get("type")})
         if "string" in types:
             ways.append(self._text(schema, line, end))
         if "null" in types:

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.frontend.http.server.decoding.decoder import closest
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.text.formats.choice import NO_TOOLS, ToolChoice, Tools, wrong_tool
+from headrace.frontend.text.formats.parameters import types_of
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 """Known fields of a function; others are passed to the chat template, which may read them."""
@@ -86,7 +87,7 @@ def check_arguments(choice: ToolChoice) -> None:
     for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
         schema, named = function.get("parameters") or {}, f"the parameters of the tool {function['name'][:80]!r}"
         declared = schema.get("type") or "object"
-        if declared != "object" and not (isinstance(declared, list) and "object" in declared):
+        if "object" not in types_of({"type": declared}):
             raise bad_field("tools", f"{named} are of type {declared!r:.80}, and a call's arguments are an object")
         properties = schema.get("properties") or {}
         if not isinstance(properties, dict) or not all(isinstance(each, dict | bool) for each in properties.values()):
