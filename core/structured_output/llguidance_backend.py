@@ -232,7 +232,15 @@ def _grammar_of(wanted: StructuredOutput) -> str:
 def _in_lark(grammar: str) -> str:
     if not is_gbnf(grammar):
         return grammar
-    return str(gbnf_to_lark(_ESCAPED_CODE.sub(_character, grammar)))
+    grammar = _ESCAPED_CODE.sub(_character, grammar)
+    return str(gbnf_to_lark(_REPEATED_TWICE.sub(lambda found: f'{found[1]} ""' if found[1] else found[0], grammar)))
+
+
+_REPEATED_TWICE = re.compile(
+    r""""(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?|\#[^\n]*+|([*+?}])(?=\s*+(?:\)\s*+)++[*+?{])""", re.DOTALL
+)
+"""The end of a repetition that ends a repeated group (group 1), outside texts, sets and comments. The library's
+converter writes no parentheses around a repetition alone, so an empty text is put beside it."""
 
 
 def _character(escape: re.Match[str]) -> str:

@@ -102,6 +102,22 @@ def test_objects_have_no_other_properties_wherever_their_schema_stands(
     assert not takes(strict, other)
 
 
+TWICE = {
+    'root ::= ("a"+)* "b"': (["b", "aab"], ["a", "ba"]),
+    'root ::= (("a" | "b"){2}){2}': (["abab"], ["ab", "aba", "ababa"]),
+    'root ::= ( ([a-c]? )) {2,3} "+)*"  # ("a"+)*': (["ab+)*", "+)*", "abc+)*"], ["abca+)*", "ab"]),
+    'root ::= ("a" x*)+\nx ::= ("+)*" | [+)*]{2})': (["a", "a+)*a", "a)+"], ["a+", "+)*"]),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("grammar", TWICE)
+def test_what_is_repeated_in_a_gbnf_grammar_may_be_a_repetition(name: str, grammar: str) -> None:
+    start, (right, wrong) = compiled(name, "grammar", grammar), TWICE[grammar]
+    assert [text for text in right if not takes(start, text)] == []
+    assert [text for text in wrong if takes(start, text)] == []
+
+
 SURROGATES = [bytes((0xED, second, 0x80)) for second in range(0xA0, 0xC0)]
 BYTES = {each: TOKENIZER.convert_tokens_to_ids(character) for each, character in bytes_to_unicode().items()}
 
