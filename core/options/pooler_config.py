@@ -31,7 +31,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """To how many values vectors are cut if a request does not say."""
     enable_flash_late_interaction: bool = True
-    enable_chunked_processing: Literal[False] = False
+    enable_chunked_processing: bool = False
     max_embed_len: None = None
     logit_mean: None = None
     logit_sigma: None = None
@@ -39,6 +39,10 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of process rewards: the token at whose positions a step ends. Only its values are returned."""
     returned_token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
     """Which of each token's values are returned."""
+
+    def __post_init__(self) -> None:
+        if self.enable_chunked_processing:
+            raise ValueError(f"enable_chunked_processing {_LATER}")
 
     @property
     def tokens(self) -> str | None:

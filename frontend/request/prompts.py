@@ -226,7 +226,11 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """With `truncation`, most tokens to keep, under transformers' names; None means max_model_len - 1."""
     truncation_side: Literal["left", "right"] | None = None
     """The end from which tokens are dropped; None: the left one, and the right one of prompts that pool."""
-    padding: Literal[False] = False
+    padding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.padding:
+            raise ValueError("padding must be false: prompts are not padded")
 
     def truncates_left(self, by_default: bool) -> bool:
         return by_default if self.truncation_side is None else self.truncation_side == "left"

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LARGE = {"torch", "transformers", "triton"}
 FOLLOWING = {"huggingface-hub", "safetensors", "tokenizers"}
 """The installed transformers allows few versions of these."""
-NOT_FOR_TESTS = {"ray", "modelscope", "mypy", "ruff", "types-psutil", "types-pyyaml", "xgrammar"}
+NOT_FOR_TESTS = {"ray", "modelscope", "mypy", "ruff", "types-psutil", "types-pyyaml"}
 """Of the extra dev, what the tests here do not need, or find to be missing."""
 NEEDS_NEWER = {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
 """What does not go with the lowest versions, protobuf's among them, and no test here needs."""

@@ -514,6 +514,7 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),
                 "context_management": Neutral("not supported; truncation: auto drops the oldest turns"),
                 "moderation": _CHAT_NEUTRAL["moderation"],
+                "background_options": Neutral("responses in the background begin at once", is_harmless=True),
             }
         ),
     }
