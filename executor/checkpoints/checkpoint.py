@@ -321,9 +321,9 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
     config_folder = None if options.hf_config_path is None else _config_folder(options)
     config_path = _config_file(config_folder or folder, options, found)
-    if config_folder is None and options.config_format != "auto" and not config_path.exists():
+    if config_folder is None and options.config_format != "auto" and not is_there(config_path):
         raise ModelError(f"{folder} has no {config_path.name}, which config_format={options.config_format} reads")
-    if config_folder is None and not config_path.exists():
+    if config_folder is None and not is_there(config_path):
         held = sorted(each.name for each in folder.iterdir())
         shown = f", only {', '.join(held[:5])}" + (" ..." if len(held) > 5 else "") if held else ": it is empty"
         raise ModelError(

@@ -257,6 +257,12 @@ def test_a_folder_that_is_no_model_is_told_what_is_missing(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"no config\.json and no \.gguf file, only notes\.txt"):
         open_folder(tmp_path)
+    (tmp_path / "config.json").symlink_to("../blobs/config")  # as in a cache whose other part was not copied
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"/config\.json cannot be read as JSON: .*No such file"):
+        open_folder(tmp_path)
+    for each in ("config.json", "model.safetensors"):
+        (tmp_path / each).unlink()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="holds no weights"):
         open_folder(tmp_path)

@@ -95,6 +95,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     [
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim, or hidden_size / num_attention_heads, must be at least 1, got 0"),
+        ({"hidden_size": 2}, "head_dim, or hidden_size / num_attention_heads, must be at least 1, got 0"),
         ({"num_hidden_layers": 0}, "at least one layer"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number, got '64'"),
         ({"hidden_size": None}, "hidden_size must be a whole number, got nothing"),

@@ -402,7 +402,12 @@ def head_dim_of(config: Config, default: int | None = None) -> int:
         if num_heads < 1:
             raise ModelError(f"the config's num_attention_heads must be at least 1, got {num_heads}")
         default = integer(config, "hidden_size") // num_heads
-    return integer(config, "head_dim", default)
+    head_dim = integer(config, "head_dim", default)
+    if head_dim < 1:
+        raise ModelError(
+            f"the config's head_dim, or hidden_size / num_attention_heads, must be at least 1, got {head_dim}"
+        )
+    return head_dim
 
 
 def used_window(config: Config) -> int | None:
