@@ -75,6 +75,8 @@ OF_NO_EFFECT = {
         *("n_shared_experts", "n_group", "topk_group", "norm_topk_prob", "num_experts_per_tok"),
         *("routed_scaling_factor", "time_step_limit"),
     },
+    "mamba": {"expand"},  # intermediate_size has it
+    "falcon_mamba": {"expand"},
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},

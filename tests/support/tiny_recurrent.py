@@ -94,7 +94,10 @@ FAMILIES: dict[str, TinyModel] = {
         attention_out_multiplier=0.8,
     ),
     "mamba": tiny("Mamba", **MAMBA, tie_word_embeddings=False),
-    "falcon_mamba": tiny("FalconMamba", **MAMBA, use_bias=True, use_conv_bias=False, conv_kernel=3, mixer_rms_eps=1e-3),
+    "falcon_mamba": tiny(
+        "FalconMamba", **(MAMBA | {"intermediate_size": 48}), use_bias=True, use_conv_bias=False, conv_kernel=3,
+        mixer_rms_eps=1e-3,
+    ),
     "jamba": tiny(
         "Jamba", num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1, num_experts=8, num_experts_per_tok=3,
         mamba_d_state=8, mamba_dt_rank=5, mamba_proj_bias=True,

@@ -38,14 +38,14 @@ _REASONS: Mapping[str, str] = {
         pooler_size_per_head pooler_type task_id""",
     "layout of training over devices": "ep_size model_parallel pretraining_tp tensor_parallel",
     "what the file is, and which program wrote it": """
-        _commit_hash _diffusers_version _name_or_path architectures auto_map dtype finetuning_task id2label
-        is_llama_config label2id model_type name_or_path num_labels problem_type quantization_config_source task
-        task_specific_params tokenizer_class tokenizer_name torch_dtype transformers_version transformers.js_config
+        _commit_hash _diffusers_version _name_or_path architectures auto_map custom_pipelines dtype finetuning_task
+        id2label is_llama_config label2id model_type name_or_path num_labels problem_type quantization_config_source
+        task task_specific_params tokenizer_class tokenizer_name torch_dtype transformers_version transformers.js_config
         unsloth_fixed unsloth_version""",
     "tokens: read with the tokenizer and where generation ends": """
         begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
-        n_special _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id
-        predict_special_tokens prefix sep_token_id suppress_tokens unk_token_id bad_words_ids""",
+        n_special _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id max_tokenizer_truncation
+        pad_token pad_token_id predict_special_tokens prefix sep_token_id suppress_tokens unk_token_id bad_words_ids""",
     "defaults of generation, which generation_config.json gives": """
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
         length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
@@ -59,14 +59,15 @@ _REASONS: Mapping[str, str] = {
         runner_max_sequence_length tf_legacy_loss tie_encoder_decoder tie_weights_ torchscript use_bfloat16
         use_cache_kernel use_cache_quantization use_flash_attn use_return_dict validate_runner_input verbose""",
     "precision and kernels of the original code": """
-        attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion
+        attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion moe_router_dtype
         reorder_and_upcast_attn scale_attention_softmax_in_fp32 slow_but_exact softmax_in_fp32""",
     "read by executor/checkpoints/formats": "compression_config quantization_config",
     "read by executor/pooling/description.py": """
         is_matryoshka matryoshka_dimensions sbert_ce_default_activation_function sentence_transformers
         classifier_from_token is_original_qwen3_reranker""",
     "further layers, for multi-token prediction, which are not run": """
-        mtp_transformer_layers num_mtp_modules num_nextn_predict_layers use_mtp""",
+        index_share_for_mtp_iteration mtp_num_hidden_layers mtp_transformer_layers num_mtp_modules
+        num_nextn_predict_layers use_mtp""",
     "other media than text, which are not served": """
         audio_config audio_token_id audio_token_index boa_token_id boi_token_id boi_token_index eoa_token_id
         eoa_token_index eoi_token_id eoi_token_index image_grid_pinpoints image_seq_length image_seq_len
@@ -75,7 +76,9 @@ _REASONS: Mapping[str, str] = {
         use_image_newline_parameter vision_encoder audio_encoder video_token_id video_token_index vision_config
         vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_soft_tokens_per_image
         audio_soft_tokens_per_image vision_aspect_ratio vision_start_token_id vision_token_id visual
-        downsample_ratio adapter_layer_norm_eps alignment_intermediate_size use_image_token""",
+        downsample_factor downsample_ratio merged_hidden_size process_image_mode projector_layernorm_eps
+        spatial_pool_mode spatial_pool_stride video_seq_length adapter_layer_norm_eps
+        alignment_intermediate_size use_image_token""",
     "sizes: the shapes of weights are checked": """
         d_ff ff_factor ffn_dim ffn_hidden_size head_dim initial_context_length intermediate_size
         intermediate_size_mlp mlp_intermediate_size moe_intermediate_size n_ctx n_head_kv num_key_value_heads
@@ -123,53 +126,51 @@ _COMPUTED = """
     ada_rms_norm_t_cond adapter_rank add_bias_linear add_full_attention_sink_bias add_qkv_bias
     add_swa_attention_sink_bias alibi altup_active_idx altup_correct_scale altup_num_inputs
     apply_residual_connection_post_layernorm attention_bias attention_chunk_size attention_factor attention_head_dim
-    attention_in_multiplier attention_k_eq_v attention_multiplier attention_other_setting attention_out_bias
-    attention_out_multiplier attention_value_scale attention_window_size attn_config attn_factor attn_layer_indices
-    attn_layer_offset attn_layer_period attn_logit_softcapping attn_scale attn_temperature_tuning attn_type_list
-    beta_fast beta_slow bias block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of
-    block_types chunk_size clip_qkv conv1d_width conv_bias conv_kernel conv_L_cache decay_low_rank_dim
+    attn_rotary_emb attention_in_multiplier attention_k_eq_v attention_multiplier attention_other_setting
+    attention_out_bias attention_out_multiplier attention_value_scale attention_window_size attn_config attn_factor
+    attn_layer_indices attn_layer_offset attn_layer_period attn_logit_softcapping attn_scale attn_temperature_tuning
+    attn_type_list beta_fast beta_slow bias block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier
+    block_multiple_of block_types chunk_size clip_qkv conv1d_width conv_bias conv_kernel conv_L_cache decay_low_rank_dim
     decoder_sparse_step dense_intermediate_size dim_model_base do_layer_norm_before embedding_multiplier enable_bias
     enable_moe_block expand expansion_ratio expert_ffn_hidden_size expert_layer_offset expert_layer_period
     extrapolation_factor ffn_act_fn ffn_config ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace
-    floor_scale full_attention_interval full_attn_alpha_factor full_attn_beta_factor full_attn_idxs
-    gate_low_rank_dim hidden_act hidden_activation hidden_ratio hidden_size_per_layer_input high_freq_factor
-    hybrid_layer_pattern hybrid_override_pattern index_block_size index_head_dim index_local_blocks index_n_heads
-    index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern indexer_types input_mult
-    interleave_moe_layer_step key_multiplier kv_channels kv_lora_rank kv_n_heads laurel_rank
-    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types layernorm_epsilon layers_block_type
-    linear_allow_neg_eigval linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config
-    linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads
-    linear_num_value_heads linear_value_head_dim llama_4_scaling llama_4_scaling_beta llm_config lm_head_bias
-    lm_head_multiplier local_size logit_scale logits_scaling logits_soft_cap long_factor long_mscale low_freq_factor
-    lru_width mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_rank mamba_expand
-    mamba_head_dim mamba_hidden_act mamba_n_groups mamba_n_heads mamba_ngroups mamba_norm_before_gate
-    mamba_num_heads mamba_proj_bias mamba_rms_norm max_position_embeddings mixer_rms_eps mla_scale_kv_lora
-    mla_scale_q_lora mlp_alpha_factor mlp_beta_factor mlp_bias mlp_hidden_act mlp_layer_types mlp_multipliers
-    mlp_only_layers moe moe_k moe_latent_size moe_layer_end_index moe_layer_freq moe_layer_interval
-    moe_layer_start_index moe_layers moe_layers_enum moe_normalize_expert_weights moe_num_experts
-    moe_num_shared_experts moe_router_scaling_factor moe_shared_expert_intermediate_size moe_top_k mscale
-    mscale_all_dim multi_query multi_query_attention multi_query_group_num mup_scale_factor n_embd n_embed n_group
-    n_groups n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts n_shared_experts name
-    new_decoder_architecture no_bias no_rope_layer_interval no_rope_layers norm_bias norm_eps norm_epsilon
-    norm_expert_weight norm_first norm_topk_prob num_attention_groups num_dense_layers num_experts
-    num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn num_local_experts num_mem_blocks
-    num_sliding_attention_heads original_max_position_embeddings original_rope output_mult padded_vocab_size
-    parallel_attn partial_rotary_factor partial_rotary_factors per_layer_config position_embedding_type prefix_lm
-    projectors_bias q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm qk_rope_head_dim qkv_bias quantization
-    query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq rope_parameters
-    rope_ratio rope_scaling rope_theta rotary rotary_dim rotary_emb_base routed_scaling_factor router_bias
-    scale_attn_by_inverse_layer_idx scale_depth scale_emb scale_embedding scoring_func seq_length share_expert_dim
-    share_expert_dims shared_expert_intermediate_size shared_intermediate_size short_factor short_mscale
-    sliding_window sliding_window_pattern sliding_window_size softmax_scale sparse_attention_freq sparse_block_size
-    sparse_config sparse_index_dim sparse_local_block sparse_num_index_heads sparse_topk_blocks ssm_in_multiplier
-    ssm_multipliers ssm_out_multiplier ssm_state_size state_size swa_head_dim swa_num_attention_heads
-    swa_num_key_value_heads swa_rope_theta swa_v_head_dim swiglu_alpha swiglu_limit swiglu_limits
-    swiglu_limits_shared text_config tie_embedding tie_word_embeddings tied_embeddings time_step_limit time_step_min
-    time_step_rank top_k_experts topk_group topk_method true_head_dim truncate type use_alibi use_bias use_biases
-    use_bidirectional_attention use_conv_bias use_double_wide_mlp use_expert_bias use_head_wise_attn_gate
-    use_mem_rope use_mup use_parallel_residual use_post_norm use_qk_norm use_qkv_bias use_shared_attention_adapter
-    use_sliding_window v_head_dim v_low_rank_dim value_dim value_heads_in_turn vocab_size vocab_size_per_layer_input
-    word_embed_proj_dim yarn yarn_only_types zero_expert_num
+    floor_scale full_attention_interval full_attn_alpha_factor full_attn_beta_factor full_attn_idxs gate_low_rank_dim
+    hidden_act hidden_activation hidden_ratio hidden_size_per_layer_input high_freq_factor hybrid_layer_pattern
+    hybrid_override_pattern index_block_size index_head_dim index_local_blocks index_n_heads index_skip_topk_offset
+    index_topk index_topk_blocks index_topk_freq index_topk_pattern indexer_types input_mult interleave_moe_layer_step
+    key_multiplier kv_channels kv_lora_rank kv_n_heads laurel_rank layer_norm_elementwise_affine layer_norm_eps
+    layer_norm_epsilon layer_types layernorm_epsilon layers_block_type linear_allow_neg_eigval linear_attn_alpha_factor
+    linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim linear_head_dim linear_key_head_dim
+    linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim llama_4_scaling
+    llama_4_scaling_beta llm_config lm_head_bias lm_head_multiplier local_size logit_scale logits_scaling
+    logits_soft_cap long_factor long_mscale low_freq_factor lru_width mamba_conv_bias mamba_d_conv mamba_d_head
+    mamba_d_ssm mamba_d_state mamba_dt_rank mamba_expand mamba_head_dim mamba_hidden_act mamba_n_groups mamba_n_heads
+    mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_proj_bias mamba_rms_norm max_position_embeddings
+    mixer_rms_eps mla_scale_kv_lora mla_scale_q_lora mlp_alpha_factor mlp_beta_factor mlp_bias mlp_hidden_act
+    mlp_layer_types mlp_multipliers mlp_only_layers moe moe_k moe_latent_size moe_layer_end_index moe_layer_freq
+    moe_layer_interval moe_layer_start_index moe_layers moe_layers_enum moe_normalize_expert_weights moe_num_experts
+    moe_num_shared_experts moe_router_scaling_factor moe_shared_expert_intermediate_size moe_top_k mscale mscale_all_dim
+    multi_query multi_query_attention multi_query_group_num mup_scale_factor n_embd n_embed n_group n_groups n_head
+    n_inner n_layer n_mamba_heads n_positions n_routed_experts n_shared_experts name new_decoder_architecture no_bias
+    no_rope_layer_interval no_rope_layers norm_bias norm_eps norm_epsilon norm_expert_weight norm_first norm_topk_prob
+    num_attention_groups num_dense_layers num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn
+    num_local_experts num_mem_blocks num_sliding_attention_heads original_max_position_embeddings original_rope
+    output_mult padded_vocab_size parallel_attn partial_rotary_factor partial_rotary_factors per_layer_config
+    position_embedding_type prefix_lm projectors_bias q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm
+    qk_rope_head_dim qkv_bias quantization query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave
+    rope_local_base_freq rope_parameters rope_ratio rope_scaling rope_theta rotary rotary_dim rotary_emb_base
+    routed_scaling_factor router_bias scale_attn_by_inverse_layer_idx scale_depth scale_emb scale_embedding scoring_func
+    seq_length share_expert_dim share_expert_dims shared_expert_intermediate_size shared_intermediate_size short_factor
+    short_mscale sliding_window sliding_window_pattern sliding_window_size softmax_scale sparse_attention_freq
+    sparse_block_size sparse_config sparse_index_dim sparse_local_block sparse_num_index_heads sparse_topk_blocks
+    ssm_in_multiplier ssm_multipliers ssm_out_multiplier ssm_state_size state_size swa_head_dim swa_num_attention_heads
+    swa_num_key_value_heads swa_rope_theta swa_v_head_dim swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared
+    text_config tie_embedding tie_word_embeddings tied_embeddings time_step_limit time_step_min time_step_rank
+    top_k_experts topk_group topk_method true_head_dim truncate type use_alibi use_bias use_biases
+    use_bidirectional_attention use_conv_bias use_double_wide_mlp use_expert_bias use_head_wise_attn_gate use_mem_rope
+    use_mup use_parallel_residual use_post_norm use_qk_norm use_qkv_bias use_shared_attention_adapter use_sliding_window
+    v_head_dim v_low_rank_dim value_dim value_heads_in_turn vocab_size vocab_size_per_layer_input word_embed_proj_dim
+    yarn yarn_only_types zero_expert_num
 """
 COMPUTED = frozenset(_COMPUTED.split())
 """Keys with which some family computes: where another does not read one, its value must be none of effect."""
@@ -185,6 +186,7 @@ ALIASES: tuple[tuple[str, ...], ...] = (
     ("first_k_dense_replace", "moe_layer_start_index"),
     ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
     ("sliding_window", "sliding_window_size"),
+    ("mamba_d_state", "ssm_state_size", "state_size"),
 )
 """Names of one field."""
 

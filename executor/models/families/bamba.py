@@ -31,7 +31,8 @@ def build(config: Config) -> ArchSpec:
     attending = config.get("attn_layer_indices") or []
     if not isinstance(attending, list) or not all(type(each) is int and 0 <= each < count for each in attending):
         raise ModelError(f"the config's attn_layer_indices must list layers below {count}, got {attending!r:.80}")
-    rotary = rope({"partial_rotary_factor": 0.5} | config, head_dim, 10000.0)
+    rotated = integer(config, "attn_rotary_emb", head_dim // 2)
+    rotary = rope({"partial_rotary_factor": rotated / max(1, head_dim)} | config, head_dim, 10000.0)
     spec = llama_like(
         config,
         positions=[Positions(rotary)] * count,

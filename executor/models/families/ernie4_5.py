@@ -1,5 +1,8 @@
 """ERNIE 4.5, dense: Llama's shape with interleaved rotation (of neighbouring pairs)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import biases, dense, flag, llama_like
@@ -16,4 +19,5 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Ernie4_5ForCausalLM",), build)
+ASSUMES: Mapping[str, tuple[Any, ...]] = {"compression_ratio": (1.0,), "use_rmsnorm": (True,)}
+FAMILY = Family(("Ernie4_5ForCausalLM",), build, assumes=ASSUMES)

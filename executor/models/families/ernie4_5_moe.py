@@ -3,7 +3,7 @@
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.experts import Experts
-from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families import Config, Family, ernie4_5
 from headrace.executor.models.families._config import activation, biases, dense, flag, integer, llama_like
 from headrace.ipc.failure import ModelError
 
@@ -49,5 +49,5 @@ FAMILY = Family(
         "moe_norm_min": "the weights of the best of a softmax are never so small",
         "moe_gate": "the original code's name of its routing",
     },
-    assumes={"norm_topk_prob": (True,)},
+    assumes={**ernie4_5.ASSUMES, "norm_topk_prob": (True,)},
 )

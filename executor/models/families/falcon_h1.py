@@ -89,5 +89,10 @@ def build(config: Config) -> ArchSpec:
 FAMILY = Family(
     ("FalconH1ForCausalLM",),
     build,
-    ignored={**IGNORED, "mamba_expand": "mamba_d_ssm has the size", "mamba_use_mlp": "all layers have FFNs"},
+    ignored={
+        **IGNORED,
+        "mamba_expand": "mamba_d_ssm has the size",
+        "mamba_use_mlp": "all layers have FFNs",
+        "mlp_expansion_factor": "intermediate_size has the size",
+    },
 )

@@ -3,14 +3,16 @@
 from headrace.executor.models.arch import ArchSpec, NormSpec
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import biases, dense, head_dim_of, integer, llama_like, number
+from headrace.ipc.failure import ModelError
 
 
 def build(config: Config) -> ArchSpec:
-    named = config.get("hidden_activation") or config.get("hidden_act")
-    if named == "gelu":  # the published files' name of the approximation, which they were trained with
-        config = config | {"hidden_activation": "gelu_pytorch_tanh"}
-    elif named is not None:
-        config = config | {"hidden_activation": named}
+    named = [config.get(key) for key in ("hidden_activation", "hidden_act") if config.get(key) is not None]
+    # "gelu" is the published files' name of the approximation, which they were trained with.
+    meant = ["gelu_pytorch_tanh" if each == "gelu" else each for each in named]
+    if any(each != meant[0] for each in meant):
+        raise ModelError(f"the config's hidden_activation is {named[0]!r:.80} and its hidden_act {named[1]!r:.80}")
+    config = config | {"hidden_activation": next(iter(meant), None)}
     return llama_like(
         config,
         head_dim=head_dim_of(config, 256),

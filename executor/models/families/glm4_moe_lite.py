@@ -21,4 +21,6 @@ def build(config: Config) -> ArchSpec:
     return deepseek(config | {"first_k_dense_replace": num_dense}, corrected_routing(config), correction=True)
 
 
-FAMILY = Family(("Glm4MoeLiteForCausalLM",), build)
+FAMILY = Family(
+    ("Glm4MoeLiteForCausalLM",), build, assumes={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc")}
+)

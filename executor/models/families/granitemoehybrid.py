@@ -84,4 +84,6 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family((HYBRID, "GraniteMoeSharedForCausalLM"), build, ignored=IGNORED)
+FAMILY = Family(
+    (HYBRID, "GraniteMoeSharedForCausalLM"), build, ignored=IGNORED, assumes={"normalization_function": ("rmsnorm",)}
+)

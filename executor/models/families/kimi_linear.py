@@ -77,8 +77,13 @@ def _kinds(config: Config, linear: Config) -> list[str]:
 
 
 def _size(config: Config, linear: Config, key: str, own: str, default: int) -> int:
-    """A size of the linear layers, from `linear_attn_config` or beside it."""
-    return integer(linear, key) if linear.get(key) is not None else integer(config, own, default)
+    """A size of the linear layers, from `linear_attn_config` or beside it; transformers writes both. Raises
+    ModelError."""
+    beside = integer(config, own, default)
+    size = integer(linear, key, beside)
+    if config.get(own) is not None and size != beside:
+        raise ModelError(f"the config's {own} is {beside} and its linear_attn_config's {key} {size}; it is one field")
+    return size
 
 
 class _SharedUnderOtherNames(Experts):

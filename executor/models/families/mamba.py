@@ -9,7 +9,6 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import flag, integer, number
 from headrace.executor.models.families._ssd import require_silu
 from headrace.executor.models.families.mamba2 import DEFAULT_CONTEXT, NAMES
-from headrace.ipc.failure import ModelError
 
 FALCON = "FalconMambaForCausalLM"
 
@@ -24,11 +23,8 @@ def rank_of(config: Config, key: str) -> int:
 def build(config: Config) -> ArchSpec:
     require_silu(config, "hidden_act")
     hidden, eps = integer(config, "hidden_size"), number(config, "layer_norm_epsilon", 1e-5)
-    inner = int(number(config, "expand", 2) * hidden)
-    if integer(config, "intermediate_size", inner) != inner:
-        raise ModelError(
-            f"the config's intermediate_size is {config['intermediate_size']}, and expand makes it {inner}"
-        )
+    expanded = int(number(config, "expand", 2) * hidden)
+    inner = integer(config, "intermediate_size", expanded)  # which goes before: Falcon Mamba's expand is not its own
     is_falcon = config["architectures"][0] == FALCON
     mixer = Selective(
         channels=inner,
@@ -58,7 +54,7 @@ FAMILY = Family(
     build,
     ignored={
         "d_model": "hidden_size has it",
-        "d_inner": "expand times hidden_size",
+        "d_inner": "intermediate_size has it",
         "fused_add_norm": "how the original code runs",
         "pad_vocab_size_multiple": "vocab_size has the padded size",
         "rescale_prenorm_residual": "training alone",

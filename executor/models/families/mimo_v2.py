@@ -18,7 +18,6 @@ from headrace.executor.models.families._config import (
     optional_integer,
     optional_number,
     rope,
-    rope_section,
 )
 from headrace.ipc.failure import ModelError
 
@@ -31,7 +30,9 @@ SLIDING_THETA, FULL_THETA = 10_000.0, 5_000_000.0
 
 def build(config: Config) -> ArchSpec:
     defaults = {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "num_key_value_heads": 4}
-    config = {**defaults, "partial_rotary_factor": 0.334} | config
+    config = {**defaults, "partial_rotary_factor": 0.334, "rms_norm_eps": 1e-5} | config.renamed(
+        rms_norm_eps="layernorm_epsilon"
+    )
     if (size := optional_integer(config, "sliding_window_size")) is not None:
         config = config | {"sliding_window": size + 1}  # the tokens before, and the token itself
     config = config | _listed(config, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"))
@@ -63,8 +64,7 @@ def _attention(config: Config, kind: str) -> Attention:
     if slides:
         kv_heads = integer(config, "swa_num_key_value_heads", 2 * kv_heads)
         theta = number(config, "swa_rope_theta", SLIDING_THETA)
-    has_types = kind in rope_section(config)
-    own = config | {"rope_theta": None} if slides and not has_types else config
+    own = config | {"rope_theta": None} if slides else config
     key, has_sinks = ("add_swa_attention_sink_bias", True) if slides else ("add_full_attention_sink_bias", False)
     return Attention(
         num_heads=integer(config, "num_attention_heads"),
@@ -80,13 +80,17 @@ def _attention(config: Config, kind: str) -> Attention:
 
 
 def _listed(config: Config, key: str, own: str, words: tuple[str, str]) -> dict[str, Any]:
-    """The field `key` from a list of 0 and 1 per layer under the published name `own`; empty if there is none."""
+    """The field `key` from a list of 0 and 1 per layer under the published name `own`, which is read no more; empty if
+    there is none."""
     given = config.get(own)
-    if given is None or config.get(key) is not None:
+    if given is None or (config.get(key) is not None and not isinstance(given, list)):
         return {}
     if not isinstance(given, list) or not all(isinstance(each, int) and each in (0, 1) for each in given):
         raise ModelError(f"the config's {own} must have 0 or 1 for each layer, got {given!r:.80}")
-    return {key: [words[each] for each in given]}
+    listed = [words[each] for each in given]
+    if config.get(key) not in (None, listed):
+        raise ModelError(f"the config's {key} and {own} contradict each other")
+    return {key: listed, own: None}
 
 
 FAMILY = Family(

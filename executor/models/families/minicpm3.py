@@ -21,8 +21,9 @@ def multipliers(config: Config) -> dict[str, Any]:
 
 
 def build(config: Config) -> ArchSpec:
-    ffn = dense(config, bias=flag(config, "mlp_bias", False))
-    return latent_like({"rope_interleave": False} | config, lambda _: ffn, **multipliers(config))
+    ffn, heads = dense(config, bias=flag(config, "mlp_bias", False)), max(1, integer(config, "num_attention_heads"))
+    defaults = {"rope_interleave": False, "v_head_dim": integer(config, "hidden_size") // heads}
+    return latent_like(defaults | config, lambda _: ffn, **multipliers(config))
 
 
 FAMILY = Family(("MiniCPM3ForCausalLM",), build)

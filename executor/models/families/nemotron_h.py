@@ -155,6 +155,7 @@ def _mixture(config: Config) -> Experts:
 
 
 def build(config: Config) -> ArchSpec:
+    config = config.renamed(head_dim="attention_head_dim")
     kinds, blocks = layer_kinds(config), dict[str, tuple[Mixer, Ffn]]()
     for those, fields in FIELDS.items():
         if not those.intersection(kinds):
@@ -198,9 +199,12 @@ FAMILY = Family(
         "mtp_hybrid_override_pattern": "further layers, for multi-token prediction, which are not run",
         "rescale_prenorm_residual": "training alone",
         "residual_in_fp32": "precision of the original code",
+        "partial_rotary_factor": "nothing is rotated",
+        "rope_theta": "nothing is rotated",
         "sliding_window": "transformers' attention ignores it",
         "time_step_floor": "training alone",
         "time_step_max": "training alone",
         "time_step_min": "training alone",
+        "time_step_rank": "of Mamba 1's mixers",
     },
 )

@@ -24,22 +24,24 @@ NAMES = WeightNames(
     mlp_norm="norm2",
     ignorable=IGNORABLE,
 )
+OWN_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+    "rope_theta": "rotary_emb_base",
+    "max_position_embeddings": "n_positions",
+    "partial_rotary_factor": "rotary_emb_fraction",
+}
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": None}
 
 
 def build(config: Config) -> ArchSpec:
     """Reads the fields of transformers' class and those of the original one, which has GPT-2's names."""
-    config = config.renamed(
-        hidden_size="n_embd",
-        num_attention_heads="n_head",
-        num_hidden_layers="n_layer",
-        intermediate_size="n_inner",
-        layer_norm_eps="layer_norm_epsilon",
-        hidden_act="activation_function",
-        rope_theta="rotary_emb_base",
-        max_position_embeddings="n_positions",
-        partial_rotary_factor="rotary_emb_fraction",
-    )
+    config = config.renamed(**{common: own for common, own in OWN_NAMES.items() if config.get(common) is None})
+    config.pass_over(*OWN_NAMES.values())  # transformers' class reads its own alone, and saves both
     gate = GATES.get(str(config.get("hidden_act")), config.get("hidden_act"))
     config = config | {"hidden_act": gate}
     _check(config)

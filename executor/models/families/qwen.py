@@ -30,7 +30,9 @@ NAMES = WeightNames(
 def build(config: Config) -> ArchSpec:
     num_heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     own = {"rope_theta": "rotary_emb_base", "rms_norm_eps": "layer_norm_epsilon", "head_dim": "kv_channels"}
-    config = config.renamed(max_position_embeddings="seq_length", partial_rotary_factor="rotary_pct", **own)
+    config = config.renamed(partial_rotary_factor="rotary_pct", **own)
+    lengths = [integer(config, key) for key in ("seq_length", "max_position_embeddings") if config.get(key) is not None]
+    config = config | {"max_position_embeddings": min(lengths, default=None)}  # the trained one
     inner = num_heads * integer(config, "head_dim", hidden // max(1, num_heads))
     return llama_like(
         config,

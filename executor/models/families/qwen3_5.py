@@ -15,5 +15,10 @@ _EQUAL = "of text, an image's time, height and width are one position"
 FAMILY = Family(
     ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     build,
-    ignored={"mrope_section": _EQUAL, "mrope_interleaved": _EQUAL},
+    ignored={
+        "mrope_section": _EQUAL,
+        "mrope_interleaved": _EQUAL,
+        "mamba_ssm_dtype": "the engine's option mamba_ssm_cache_dtype says it",
+    },
+    assumes={"attn_output_gate": (True,), "output_gate_type": ("swish",)},
 )

@@ -93,6 +93,8 @@ FAMILY = Family(
     ignored={
         "w_init_variance_scale": "training alone",
         "final_w_init_variance_scale": "training alone",
+        "_block_types": "block_types say it",
         "layers_block_type": "block_types say it",
     },
+    assumes={"embeddings_scale_by_sqrt_dim": (True,)},
 )

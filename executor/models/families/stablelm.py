@@ -10,7 +10,7 @@ def build(config: Config) -> ArchSpec:
         raise NotNativeError("the config's qk_layernorm is true, and norms that differ by head are not supported")
     is_parallel = flag(config, "use_parallel_residual", False)
     return llama_like(
-        {"partial_rotary_factor": 0.25} | config,
+        {"partial_rotary_factor": 0.25} | config.renamed(partial_rotary_factor="rope_pct"),
         attention={"bias": flag(config, "use_qkv_bias", False)},
         default_context=4096,
         norm=layer_norm(config),
@@ -19,4 +19,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("StableLmForCausalLM",), build)
+FAMILY = Family(("StableLmForCausalLM",), build, assumes={"rotary_scaling_factor": (1.0,)})

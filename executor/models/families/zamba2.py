@@ -115,6 +115,7 @@ FAMILY = Family(
         "kv_channels": "of no use in this architecture",
         "num_query_groups": "of no use in this architecture",
         "hybrid_layer_ids": "layers_block_type says it",
+        "lora_rank": "adapter_rank has it",
     },
-    assumes={"use_long_context": (False,)},
+    assumes={"use_long_context": (False,), "use_shared_mlp_adapter": (True,)},
 )
