@@ -43,8 +43,8 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "deepseek2": {"attention.key_length"},  # of the compressed key; the heads' stand in another
     "granitehybrid": ROTATION,  # there is none, but in Bamba
     "granitehybrid, dense": {"expert_used_count"},  # there are no experts
-    "nemotron_h": {"expert_shared_feed_forward_length"},  # likewise
-    "nemotron_h_moe": {"expert_shared_count"},  # whose size together has a key of its own
+    "nemotron_h": {"expert_shared_feed_forward_length", *ROTATION},  # likewise
+    "nemotron_h_moe": {"expert_shared_count", *ROTATION},  # whose size together has a key of its own
     "jamba": ROTATION,  # there is none
     "kimi-linear": {"attention.key_length"},
     "deepseek2, version 2": UNSCALED,

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.config import Config
+from headrace.executor.models.families._defaults import defaults_of
 from headrace.executor.models.families._lacking import LACKING
 from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
@@ -128,7 +129,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     named = causal_architecture(config) or named_architecture(config)
     family = _family(named)
     try:
-        read = Config({**config, "architectures": [named]})
+        read = Config({**defaults_of(named, config), **config, "architectures": [named]})
         spec = family.build(read)
         check_unread(read, family, refuses=family is own_family(named))
         return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]))

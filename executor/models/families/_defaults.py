@@ -1,0 +1,45 @@
+"""What transformers' classes of configs have for fields that a file leaves out, where the families' readers, which many
+share, have something else. Fields that decide shapes are not here: without them the weights do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
+    {
+        "rms_norm_eps": {
+            1e-5: (
+                *("Apertus", "Arcee", "Bamba", "Cwm", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "ExaoneMoe", "FalconH1"),
+                *("Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteSWA", "IQuestCoder", "InternLM3", "KimiLinear"),
+                *("Llama4", "MiniCPM3", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Zamba2"),
+            ),
+            1e-6: ("GraniteMoeHybrid",),
+            1.5625e-7: ("Glm", "Glm4"),
+            1e-8: ("Helium",),
+        },
+        "rope_theta": {
+            100_000.0: ("Helium",),
+            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe"),
+            5_000_000.0: ("MiniMaxM2",),
+        },
+        "attn_logit_softcapping": {50.0: ("Gemma2", "VaultGemma")},
+        "final_logit_softcapping": {30.0: ("Gemma2", "VaultGemma")},
+    }
+)
+"""By field and value, the architectures without their ending."""
+_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base")
+
+
+def defaults_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that the config lacks; null is a value, which says that there is none."""
+    if any(name in config for name in _ROTATION):
+        config = {**config, **dict.fromkeys(_ROTATION)}
+    own = architecture.removesuffix("ForCausalLM")
+    return {
+        name: value
+        for name, values in _DEFAULTS.items()
+        for value, architectures in values.items()
+        if name not in config and own in architectures
+    }
