@@ -71,7 +71,9 @@ OF_SERVERS = (
     *("return_prompt_text", "media_io_kwargs", "mm_payload", "mm_processor_kwargs", "ec_transfer_params"),
     *("kv_transfer_params", "return_mm_kwargs", "return_token_offsets", "previous_input_messages"),
     *("enable_response_messages", "include_reasoning", "prompt_embeds", "watermarking", "guided_json"),
-    *("guided_regex", "structured_outputs"),
+    *("guided_regex", "structured_outputs", "lora", "lora_adapter", "banned_tokens", "banned_strings"),
+    *("custom_token_bans", "bad_words_ids", "suppress_tokens", "guidance_scale", "negative_prompt", "num_beams"),
+    *("no_repeat_ngram_size", "force_words_ids", "forced_eos_token_id"),
 )
 """Fields of other servers' APIs and of vLLM's, as their documentation has them."""
 

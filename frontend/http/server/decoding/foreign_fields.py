@@ -269,6 +269,7 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
     {
         **dict.fromkeys(("adapter_id", "adapter_source", "adapter", "adapters", "adapter_name"), (_ADAPTER, ("", []))),
         **dict.fromkeys(("lora_name", "lora_path", "lora_id", "lora_request", "loras"), (_ADAPTER, ("", []))),
+        **dict.fromkeys(("lora", "lora_adapter", "lora_adapters", "peft_config"), (_ADAPTER, ("", [], {}))),
         **dict.fromkeys(("images", "image", "image_data", "image_url", "image_urls"), (_TEXT, ("", []))),
         **dict.fromkeys(("audio_data", "video_data", "videos", "multi_modal_data", "mm_data"), (_TEXT, ([], {}))),
         **dict.fromkeys(("files", "file_ids", "attachments", "input_embeds", "input_embeddings"), (_TEXT, ([],))),
@@ -294,6 +295,15 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "thinkingConfig": ("Gemini's; use enable_thinking and thinking_budget", ({},)),
         "context": ("the tokens of an earlier answer are not continued; send all of the conversation", ([],)),
         "raw": ("a prompt is taken as it is by /v1/completions", (False,)),
+        **dict.fromkeys(("banned_tokens", "banned_strings", "custom_token_bans"), ("use bad_words", ("", []))),
+        **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ("use logit_bias", ([], [[]]))),
+        **dict.fromkeys(
+            ("force_words_ids", "forced_bos_token_id", "forced_eos_token_id"), ("use structured_outputs", ([], -1))
+        ),
+        "guidance_scale": ("answers are not steered by a second prompt", (0, 1)),
+        "negative_prompt": ("answers are not steered by a second prompt", ("",)),
+        "num_beams": ("use use_beam_search with n", (1,)),
+        "no_repeat_ngram_size": ("use repetition_penalty or repetition_detection", (0,)),
         "stop_regex": ("outputs end at texts: use stop", ([], "")),
         "logits_processor": ("code in requests is not supported", ()),
         "custom_logit_processor": ("code in requests is not supported", ("",)),
