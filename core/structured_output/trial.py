@@ -20,6 +20,7 @@ import random
 import resource
 import signal
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -44,6 +45,11 @@ MOST_STACK_BYTES = 1 << 20
 """Most stack of the thread that tries grammars: half of what the threads have with which llguidance fills masks."""
 MOST_WAIT_S = 20.0
 """Longest wait for a verdict, even on a busy machine."""
+MEASURED_S, MEASURED_CHARACTERS = 0.02, 1 << 14
+"""The memory of a form that takes so much CPU time or is so long is measured, which takes some 10 ms itself: the C
+library walks through all of its free blocks."""
+QUICK_BYTES = 1 << 20
+"""What any other form counts: most take a tenth of it."""
 WALK_TOKENS = 12
 """Tokens of a random answer that the trial accepts: some grammars are slow only after their beginning."""
 
@@ -137,22 +143,25 @@ class _Trying:
 
     def begin(self) -> None:
         limit_memory(MOST_BYTES)
+        self._allocated = allocated_bytes()
 
     def do(self, candidate: Candidate) -> Verdict:
         from headrace.core.structured_output.backends import make_backend
 
-        made, num_bytes = self._made, 0
+        made, num_bytes = self._made, QUICK_BYTES
         try:
             if candidate.backend not in made:
                 made[candidate.backend] = make_backend(candidate.backend, self._vocabulary)
-                limit_memory(MOST_BYTES)
-            before = allocated_bytes()
+                self.begin()
             signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
-            backend = made[candidate.backend]
+            backend, began_s = made[candidate.backend], time.thread_time()
             matcher = backend.compile(candidate.wanted)
             problem = _walk(backend, matcher, self._vocabulary.vocab_size)
             problem = problem and f"SamplingParams.structured_outputs: {problem}"
-            num_bytes = max(0, allocated_bytes() - before)
+            if len(candidate.wanted.text) > MEASURED_CHARACTERS or time.thread_time() - began_s > MEASURED_S:
+                num_bytes = max(QUICK_BYTES, allocated_bytes() - self._allocated)
+                del matcher
+                self._allocated = allocated_bytes()  # what caches hold of it is no further form's
         except HeadraceError as error:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
