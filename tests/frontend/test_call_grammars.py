@@ -384,6 +384,21 @@ def test_texts_and_truth_values_may_be_pythons_where_calls_are():
             jsonschema.validate(meant, parameters)
 
 
+def test_pythons_values_are_those_of_types_in_capitals_too():
+    def written(*types):
+        schema = {
+            "type": "object",
+            "properties": {each: {"type": kind} for each, kind in zip("abc", types, strict=True)},
+        }
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        return re.sub(
+            r"%json \{.*?\}\}", "", ForcedCalls(load_format("pythonic").calls, tools, {}, several=False).text()
+        )
+
+    assert "True" in written("string", "boolean", "null")
+    assert written("STRING", "Boolean", "NULL") == written("string", "boolean", "null")
+
+
 def test_a_later_call_may_repeat_the_opener_behind_a_separator():
     grammar, opener = strict_grammar("llama3_json"), "<|python_tag|>"
     good = f'{{"name": "get_weather", "parameters": {GOOD}}}'

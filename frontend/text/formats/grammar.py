@@ -316,8 +316,7 @@ class ForcedCalls(Rules):
         ways = list[str]()
         for each in (each for name in ("anyOf", "oneOf") for each in schema.get(name) or ()):
             ways += self._python_values(each) if isinstance(each, Mapping) else []
-        declared = schema.get("type")
-        types = [declared] if isinstance(declared, str) else declared or ()
+        types = types_of({"type": schema.get("type")})
         if "string" in types and not {"pattern", "format"} & schema.keys():
             times, escapes = _times(schema), r"\\[\\'\"nrt]"
             ways.append(rf"/'([^'\\\n]|{escapes}){times}'/" if times in "*+" else rf"/'[^'\\\n]{times}'/")
