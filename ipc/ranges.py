@@ -107,7 +107,10 @@ def names_marked(kind: type[msgspec.Struct], mark: object) -> tuple[str, ...]:
 def checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any, Check], ...]:
     """What `out_of_range` checks of such a message: of fields with another value than the default. Made at the first
     call, those of structs in it too."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    defaults = {
+        field.name: field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        for field in msgspec.structs.fields(kind)
+    }
     checks = ((name, _check_of(hint)) for name, hint in typing.get_type_hints(kind, include_extras=True).items())
     return tuple((name, defaults[name], check) for name, check in checks if check is not None)
 
@@ -121,8 +124,8 @@ def _check_of(hint: Any) -> Check | None:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         structs = [checks_of(part) for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
-        inner = [_check_of_struct] if structs else [check for part in parts if (check := _check_of(part)) is not None]
-        checks += [_unless_none(check) for check in inner]
+        inner = (check for part in parts if (check := _check_of(part)) is not None)
+        checks += [_check_of_struct] if structs else [_unless_none(check) for check in inner]
     elif origin is tuple and (check := _check_of(parts[0])) is not None:
         checks.append(_of_each(check, lambda values: values))
     elif origin is dict:

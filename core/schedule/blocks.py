@@ -154,6 +154,8 @@ class BlockPool:
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
         """By how much `num_available` falls when these blocks are acquired: those that are not referenced."""
+        if not blocks:
+            return 0
         unheld = [block for block in blocks if self._references[block] == 0]
         return len(unheld) + sum(len(self._companions.get(block, ())) for block in unheld if self._companions)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
@@ -23,12 +25,13 @@ class PlanBuilder:
         self._lengthened: dict[int, int] = {}  # index in `decodes` -> its tokens beyond the first
         self._block_tables: list[int] = []
         self._block_ids: list[int] = []
-        self._granted: dict[int, int] = {}
+        self.granted: Counter[int] = Counter()
+        """By row, the tokens of its prefill, in the order in which they were added."""
         self._admitted: dict[int, int] = {}
 
     @property
     def is_empty(self) -> bool:
-        return len(self.decodes) == 0 and not self._granted
+        return len(self.decodes) == 0 and not self.granted
 
     def add_decodes(self, rows: np.ndarray, tables: np.ndarray, blocks: np.ndarray) -> None:
         """Adds one token for each of `rows`, [num_decodes]. Block table tables[i] grew by blocks[i]."""
@@ -59,23 +62,16 @@ class PlanBuilder:
     def extend(self, row: int, count: int, tables: list[int], blocks: list[int], extra_budget: int = 0) -> None:
         """Adds `count` tokens of a prefill. The row's block table tables[i] grew by blocks[i]. extra_budget: tokens of
         the budget that they cost in addition to `count`."""
-        self._granted[row] = self.granted(row) + count
+        self.granted[row] += count
         self.budget -= count + extra_budget
         self.total_tokens += count
         if row not in self._admitted:
             self._block_tables += tables
             self._block_ids += blocks
 
-    def granted(self, row: int) -> int:
-        return self._granted.get(row, 0)
-
-    def prefills(self) -> list[int]:
-        """Rows of prefills, in the order in which they were added."""
-        return list(self._granted)
-
     def seal(self, step: int, table: RowTable, tables: BlockTables, released: list[int]) -> StepPlan:
-        prefills = np.fromiter(self._granted, np.int32, len(self._granted))
-        counts = np.fromiter(self._granted.values(), np.int32, len(self._granted))
+        prefills = np.fromiter(self.granted, np.int32, len(self.granted))
+        counts = np.fromiter(self.granted.values(), np.int32, len(self.granted))
         rows = np.concatenate([self.decodes.astype(np.int32), prefills])
         decoded = np.ones(len(self.decodes), np.int32)
         for index, count in self._lengthened.items():

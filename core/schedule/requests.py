@@ -120,15 +120,16 @@ class WaitingQueue:
         self._heap: list[tuple[tuple[int, ...], int, Request]] = []
         self._size = 0
         self.era = self._open_era = 0
-        self._aside: list[Request] = []  # waiting, except for those that were removed meanwhile
+        self.aside: list[Request] = []
+        """The requests that are set aside, in the order in which they were. Few, so that removing one is quick."""
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
         """The waiting requests, in no particular order."""
-        waiting = itertools.chain(self._aside, (request for _, _, request in self._heap))
-        return (request for request in waiting if request.state is State.WAITING)
+        in_heap = (request for _, _, request in self._heap if request.state is State.WAITING)
+        return itertools.chain(self.aside, in_heap)
 
     def push(self, request: Request) -> None:
         request.state = State.WAITING
@@ -156,21 +157,14 @@ class WaitingQueue:
         self._size -= 1
         return request
 
-    @property
-    def aside(self) -> list[Request]:
-        """The requests that are set aside, in the order in which they were."""
-        if any(request.state is not State.WAITING for request in self._aside):
-            self._aside = [request for request in self._aside if request.state is State.WAITING]
-        return self._aside
-
     def set_aside(self) -> None:
         """Sets the head aside."""
-        self._aside.append(self.pop())
+        self.aside.append(self.pop())
         self._size += 1
 
     def take_back(self) -> None:
         """Puts what was set aside back into its place."""
-        aside, self._aside = self.aside, []
+        aside, self.aside = self.aside, []
         self._size -= len(aside)
         for request in aside:
             self.push(request)
@@ -179,6 +173,8 @@ class WaitingQueue:
         """Marks a waiting request as finished and takes it out of the queue."""
         request.state = State.FINISHED
         self._size -= 1
+        if request in self.aside:
+            self.aside.remove(request)
         if len(self._heap) > 2 * self._size + 64:  # else a head that cannot run keeps all removed ones
             self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
             heapq.heapify(self._heap)

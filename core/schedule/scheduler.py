@@ -286,15 +286,15 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admits requests in order, each only if its whole prompt finds blocks: partial prompts would block others."""
         table, block_size = self.rows, self.config.block_size
-        postponed = list[Request]()
+        postponed, postpone = list[Request](), self._hooks["postpones"]
         most = ADMITTED_BESIDE_DECODES if len(builder.decodes) else len(table.free)
-        num_aside, num_passed = len(self.waiting.aside), 0
-        if any(request.num_passed >= MOST_STEPS_PASSED for request in self.waiting.aside):
+        num_aside, num_passed, bars = len(self.waiting.aside), 0, self._hooks["bars"]
+        if num_aside and any(request.num_passed >= MOST_STEPS_PASSED for request in self.waiting.aside):
             return
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
             if self._is_refused_still(request) or most == 0:
                 break
-            if any(bars(request) for bars in self._hooks["bars"]):
+            if bars and any(bar(request) for bar in bars):
                 if request.num_passed >= MOST_STEPS_PASSED or num_aside == LOOKED_PAST:
                     break
                 self.waiting.set_aside()
@@ -302,7 +302,7 @@ class Scheduler:
                 continue
             most -= 1
             hit = self._look_up(request)
-            if any(postpones(request, hit) for postpones in self._hooks["postpones"]):
+            if postpone and any(each(request, hit) for each in postpone):
                 postponed.append(self.waiting.pop())
                 if len(postponed) == PASSED_OVER:
                     break
@@ -348,11 +348,10 @@ class Scheduler:
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """Gives the rest of the budget to prompts that were limited to a share of it."""
-        for row in builder.prefills():
+        for row in list(builder.granted):
             if builder.budget <= 0:
                 break
-            already = builder.granted(row)
-            rest = self.rows.num_missing(row) - already
+            rest = self.rows.num_missing(row) - builder.granted[row]
             if rest > 0:
                 self._extend(builder, row, min(rest, builder.budget))
 
@@ -472,7 +471,7 @@ class Scheduler:
     def _extend(self, builder: PlanBuilder, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row: as many as there are blocks for."""
         tables, block_size = self.tables, self.config.block_size
-        start = int(self.rows.num_computed_tokens[row]) + builder.granted(row)
+        start = int(self.rows.num_computed_tokens[row]) + builder.granted[row]
         held = int(tables.num_blocks[row])
         tables.give_back([row], self.rows)
         room = (held + tables.num_free_to_grow()) * block_size - start
@@ -498,7 +497,7 @@ class Scheduler:
         unreported = max(0, min(count, request.sampling.prompt_logprob_start - 1 - start))
         if self.config.chunked_prefill:
             affordable = unreported + int((builder.budget - unreported) / (1 + cost))
-            count = max(min(count, affordable), 0 if builder.granted(row) else 1)
+            count = max(min(count, affordable), 0 if builder.granted[row] else 1)
         return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:

@@ -58,7 +58,8 @@ class GrammarCompiler:
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
         if wanted is None:
-            request.matcher = _matcher_for(request, None)
+            if request.sampling.thinking is not None:
+                request.matcher = _matcher_for(request, None)
             return ()
         gate = Gate(REASON, hashlib.sha256(msgspec.msgpack.encode(wanted)).hexdigest()[:32])
         with self._lock:
