@@ -157,10 +157,12 @@ class CpuRank(ModelRank):
         )
 
     def submit(self, plan: StepPlan) -> None:
-        plan.check_read(self.reads)
+        if plan.attachments:
+            plan.check_read(self.reads)
         if self._cache.beginnings:
-            for block_ids in (plan.block_ids, *(new.block_ids for new in plan.new_rows)):
-                self._cache.will_use(block_ids)
+            self._cache.will_use(plan.block_ids)
+            for new in plan.new_rows:
+                self._cache.will_use(new.block_ids)
         if self._thread is not None:
             self._thread.submit(plan)
         else:

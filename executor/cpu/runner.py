@@ -69,9 +69,12 @@ class ModelRunner:
         self._batch.apply(plan)
         if not len(plan.rows):
             return empty_result(plan)
-        needs, drafts = self._batch.sampling.all_needs(plan.rows), plan.get(Drafts)
-        positions = None if drafts is None else SampledPositions(plan, drafts)
-        if needs & CHANGED_OR_REPORTED or self._batch.handlers.change_logits(plan, besides=IN_THE_MODEL):
+        needs, positions, are_changed = self._batch.sampling.all_needs(plan.rows), None, False
+        if plan.attachments:
+            drafts = plan.get(Drafts)
+            positions = None if drafts is None else SampledPositions(plan, drafts)
+            are_changed = self._batch.handlers.change_logits(plan, besides=IN_THE_MODEL)
+        if needs & CHANGED_OR_REPORTED or are_changed:
             return self._reported(plan, positions, reports_prompts=bool(needs & Needs.PROMPT_LOGPROBS))
         if positions is not None:
             return self._drafted(plan, needs, positions)

@@ -107,7 +107,7 @@ class Handlers:
 
     def change_logits(self, plan: StepPlan, besides: Collection[type[Attachment]] = ()) -> bool:
         """Whether a handler changes the step's logits, apart from those of the kinds `besides`."""
-        return bool(plan.attachments) and not self._changing.difference(besides).isdisjoint(map(type, plan.attachments))
+        return not self._changing.difference(besides).isdisjoint(map(type, plan.attachments))
 
     def change_of(self, plan: StepPlan) -> ChangeLogits | None:
         """What changes the step's logits; None if nothing does."""
