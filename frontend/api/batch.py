@@ -101,7 +101,12 @@ class RequestBatch(RequestListener):
                 stream.abort()
 
     def _send(self) -> None:
-        while self._may_send():
+        """Submits as many as may run now."""
+        if self._retry_at_s is not None:
+            if not self._running and time.monotonic() < self._retry_at_s:
+                return
+            self._retry_at_s = None
+        while self._waiting and len(self._running) < self._most_running and self._error is None:
             index = heapq.heappop(self._waiting)
             try:
                 stream = self._client.submit(self._requests[index], self)
@@ -109,13 +114,6 @@ class RequestBatch(RequestListener):
                 self._refused(index, error)
                 break
             self._running[stream] = index
-
-    def _may_send(self) -> bool:
-        if self._retry_at_s is not None:
-            if not self._running and time.monotonic() < self._retry_at_s:
-                return False
-            self._retry_at_s = None
-        return bool(self._waiting) and len(self._running) < self._most_running and self._error is None
 
     async def _wait(self) -> None:
         """Waits until a request has ended, or until it is time to try again."""

@@ -190,9 +190,6 @@ class CoreClient(AsyncControls):
         self.requests.add(stream)
         return stream
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        return self.requests.together()
-
     @property
     def is_elsewhere(self) -> bool:
         """Whether the core runs on another host."""

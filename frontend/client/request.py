@@ -78,7 +78,7 @@ class SequenceState:
         self.stream, self.index, self.detokenizer = stream, index, detokenizer
         self.slot = -1  # none yet; each engine's table gives it one
         self.stops: StopChecker | None = None
-        if params.stop_strings and detokenizer is not None:
+        if params.stop and detokenizer is not None:
             self.stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
         self.looks_for_stop = self.stops is not None or params.repetition_detection is not None
         self.min_tokens = params.min_tokens
@@ -210,7 +210,14 @@ class RequestStream(OneProcess):
         self.tokenizer = tokenizer if params.detokenize else None
         self.sequences: list[SequenceState] = []
         for index in range(params.n):
-            self.sequences.append(SequenceState(self, index, self._detokenizer()))
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = self.tokenizer.detokenizer(
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                    prompt_token_ids=(prompt.token_ids or ())[prompt.text_start :],
+                )
+            self.sequences.append(SequenceState(self, index, detokenizer))
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -247,15 +254,6 @@ class RequestStream(OneProcess):
         self._news = False
         self._ended = False
         self._final_given = False
-
-    def _detokenizer(self) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.detokenizer(
-            skip_special_tokens=self.params.skip_special_tokens,
-            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
-            prompt_token_ids=(self.prompt.token_ids or ())[self.prompt.text_start :],
-        )
 
     def task_of(self, sequence: SequenceState) -> Task:
         """What the engine is asked for: to generate the rest of one output."""

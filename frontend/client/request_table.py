@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
 from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
@@ -100,7 +100,9 @@ class RequestTable:
         self._send_now(message)
 
     def _send_unsent(self) -> None:
-        unsent, self._unsent = self._unsent or [], []
+        if not (unsent := self._unsent):
+            return
+        self._unsent = []
         for alike in _runs(unsent):
             try:
                 self._send_now(alike[0] if len(alike) == 1 else AddPrompts.of(alike))
@@ -346,6 +348,7 @@ def _has_mark(finish: Finish) -> bool:
 def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[AddRequest]:
     """One message per unfinished output of the request. registered: the paths of the engine's adapters, by name."""
     prompt, params, request_id = stream.prompt, stream.params, stream.request_id
+    interval, notes_steps = _output_interval(stream), stream.trace is not None and stream.trace.wants_steps
     prompt_token_ids = Tensor.of("int32", prompt.token_ids or ())
     messages = []
     for sequence in stream.sequences:
@@ -362,10 +365,10 @@ def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[A
                 task=stream.task_of(sequence),
                 priority=stream.request.priority,
                 cache_salt=prompt.cache_salt,
-                output_interval=_output_interval(params, stream.interval),
+                output_interval=interval,
                 num_resumed_tokens=len(sequence.token_ids),
                 inputs=prompt.inputs,
-                notes_steps=stream.trace is not None and stream.trace.wants_steps,
+                notes_steps=notes_steps,
                 adapters=_uses(prompt.adapters, sequence.adapter_identities, registered) if prompt.adapters else (),
             )
         )
@@ -386,11 +389,12 @@ def _uses(
     return tuple(asked)
 
 
-def _output_interval(params: SamplingParams, interval: int) -> int:
+def _output_interval(stream: RequestStream) -> int:
     """How many tokens to send together. Stop strings and repetition detection need each token at once."""
-    if params.stop_strings or params.repetition_detection is not None:
+    params = stream.params
+    if params.stop or params.repetition_detection is not None:
         return 1
-    return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval
+    return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else stream.interval
 
 
 def _error_of(finish: Finish) -> HeadraceError:

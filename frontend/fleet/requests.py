@@ -119,11 +119,11 @@ class RoutedRequests(Engines, RequestListener):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """As `RequestClient.together`."""
+        """As `RequestTable.together`, at each engine."""
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 if engine.client is not None:
-                    stack.enter_context(engine.client.together())
+                    stack.enter_context(engine.client.requests.together())
             yield
 
     def _check_rank(self, rank: Any) -> None:

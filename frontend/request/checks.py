@@ -81,7 +81,8 @@ def check(
     if not isinstance(name, str):
         raise InvalidRequestError(f"request_id must be a string, not {name!r:.100}")
     name, priority = str(name), checked_priority(priority)  # as messages hold them: a name may be of a subclass
-    check_adapters(prompt, welcome)
+    if prompt.adapters:
+        _check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
         pool = _check_pooling(prompt, params, welcome, {} if tasks is None else tasks)
         return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=pool)
@@ -98,7 +99,7 @@ def check(
     check_token_ids(prompt, welcome)
     room = check_length(prompt, welcome)
     check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
-    if params.stop_strings and welcome.tokenizer is None:
+    if params.stop and welcome.tokenizer is None:
         raise InvalidRequestError(
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
         )
@@ -108,12 +109,12 @@ def check(
     return CheckedRequest(name, prompt, params, priority, room, tokenized)
 
 
-def check_adapters(prompt: Prompt, welcome: Welcome) -> None:
+def _check_adapters(prompt: Prompt, welcome: Welcome) -> None:
     """Raises InvalidRequestError for adapters that the engine takes none of, or not so many."""
-    if prompt.adapters and not welcome.max_loras:
+    if not welcome.max_loras:
         named = ", ".join(use.name for use in prompt.adapters)
         raise InvalidRequestError(f"the request asks for the adapter {named!r:.200}, and {NOT_ENABLED}")
-    if (count := sum(use.scale != 0 for use in prompt.adapters)) > max(1, welcome.max_loras):
+    if (count := sum(use.scale != 0 for use in prompt.adapters)) > welcome.max_loras:
         raise InvalidRequestError(
             f"the request asks for {count} adapters, and max_loras is {welcome.max_loras} (the engine's option)"
         )

@@ -36,7 +36,8 @@ def tokenize_to_pool(
     for prompt, each in zip(prompts, params, strict=True):
         if prompt.text is not None and prompt.token_ids is None:
             prompt.text = as_pooled(prompt.text, welcome, each)
-    encode_texts(prompts, tokenizer, how)
+    if any(texts):
+        encode_texts([prompt for prompt in prompts if prompt.token_ids is None], tokenizer, how)
     cut_to_pool(prompts, params, tokenizer, how, welcome, texts)
 
 

@@ -271,17 +271,15 @@ class ModelFacts(Protocol):
 def tokenize(prompts: Sequence[Prompt], facts: ModelFacts, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
     """Sets the token ids of prompts that have only text, and truncates prompts as asked. Raises InvalidRequestError
     without a tokenizer, and for text that is not valid Unicode."""
-    encode_texts(prompts, facts.tokenizer, how)
+    if texts := [prompt for prompt in prompts if prompt.token_ids is None]:
+        encode_texts(texts, facts.tokenizer, how)
     if how is not DEFAULT_TOKENIZATION:
         for prompt in prompts:
             how.apply(prompt, facts.welcome)
 
 
-def encode_texts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization) -> None:
-    """Sets the token ids of prompts that have only text."""
-    texts = [prompt for prompt in prompts if prompt.token_ids is None]
-    if not texts:
-        return
+def encode_texts(texts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization) -> None:
+    """Sets the token ids of prompts, at least one, of which each has only text."""
     if tokenizer is None:
         raise InvalidRequestError(
             "this engine runs without a tokenizer (`skip_tokenizer_init=True`): give prompt_token_ids instead of text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from engine_parts import EOS, LAYERS, VOCAB_SIZE, SteppedCore, make_plan
 from hypothesis import given, settings
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from headrace.core.engine.sessions import ClientGone
 from headrace.core.schedule.block_tables import PrefixHit
 from headrace.core.schedule.policies import PrefillLimits, prefill_share
-from headrace.core.schedule.requests import Request
+from headrace.core.schedule.requests import Request, WaitingQueue
 from headrace.core.schedule.scheduler import HASHED_AT_ONCE, Scheduler, SchedulerConfig
 from headrace.executor.testing.null import NullExecutor, NullModel
-from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
+from headrace.ipc.messages import Abort, FinishReason, Generate, Goodbye, ResetPrefixCache, Sampling
 
 
 def model(**changes: object) -> NullModel:
@@ -459,3 +460,24 @@ def test_a_prefill_share_is_positive_and_within_the_budget(missing, budget, step
     share = prefill_share(missing, budget, PrefillLimits(step), others_wait)
     assert 0 <= share <= min(missing, budget)
     assert share > 0 or budget == 0
+
+
+def test_a_waiting_request_that_is_removed_is_no_longer_set_aside() -> None:
+    queue, requests = WaitingQueue(), [_waiting(arrival) for arrival in range(3)]
+    for request in requests:
+        queue.push(request)
+    queue.set_aside()
+    queue.set_aside()
+    queue.remove(requests[0])
+    assert (queue.aside, len(queue)) == ([requests[1]], 2)
+    queue.take_back()
+    assert [queue.pop() for _ in range(2)] == requests[1:]
+    assert (queue.aside, len(queue)) == ([], 0)
+
+
+def _waiting(arrival: int) -> Request:
+    prompt = np.array([1], np.int32)
+    task = Generate(sampling=Sampling(max_tokens=1))
+    request = Request(client=1, slot=arrival, request_id="", token_ids=prompt, task=task, seed=0)
+    request.arrival, request.order = arrival, (0, arrival)
+    return request

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,12 +36,15 @@ class Tracer:
     def __init__(self) -> None:
         self.is_on = False
         self.stacks: dict[str, tuple[str, ...]] = {}
+        self.folders: dict[str, str] = {}
+        """Of each function."""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if not self.is_on or event != "call" or not frame.f_code.co_filename.startswith(FOLDERS):
             return
         if frame.f_code.co_qualname in self.stacks:
             return
+        self.folders[frame.f_code.co_qualname] = Path(frame.f_code.co_filename).relative_to(ROOT).parts[0]
         stack, each = [], frame
         while each is not None:
             if each.f_code.co_filename.startswith(FOLDERS):
@@ -70,5 +74,11 @@ def test_a_request_reaches_the_forward_pass_through_the_functions_that_hand_it_o
     assert not missing, f"the path no longer leads through {missing}: name here what took their place"
     path = list(dict.fromkeys(each for name in HANDED_ON for each in tracer.stacks[name] if each not in LOOPS))
     assert path[0] == "LLM.generate"
-    touched = list(tracer.stacks).index(HANDED_ON[-1]) + 1
-    print(f"{touched} functions until the forward pass; {len(path)} calls: {' > '.join(path)}")
+    touched = list(tracer.stacks)[: list(tracer.stacks).index(HANDED_ON[-1]) + 1]
+    nested = sum("<" in name for name in touched)
+    by_folder = Counter(tracer.folders[name] for name in touched)
+    print(
+        f"{len(touched)} functions until the forward pass, of which {nested} are lambdas, comprehensions and closures: "
+        f"{', '.join(f'{count} in {folder}' for folder, count in by_folder.most_common())}; "
+        f"{len(path)} calls: {' > '.join(path)}"
+    )

@@ -424,7 +424,7 @@ class SamplingParams(
             return self
         twin = self.clone()
         if output_kind is not None:
-            twin.output_kind = output_kind
+            msgspec.structs.force_setattr(twin, "output_kind", output_kind)
         twin._verify_values()
         return twin.freeze()
 
@@ -519,10 +519,11 @@ class SamplingParams(
     def _verify_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple | None):
             raise bad("stop", self.stop, "must be a string or a list of strings")
-        for text in self.stop_strings:
+        stop_strings = self.stop_strings
+        for text in stop_strings:
             if not isinstance(text, str) or not text:
                 raise bad("stop", self.stop, "must contain only strings that are not empty")
-        if self.stop_strings and not self.detokenize:
+        if stop_strings and not self.detokenize:
             raise bad("stop", self.stop, "needs detokenize=True: stop strings are found in the text")
         if self.stop_token_ids is not None:
             if not isinstance(self.stop_token_ids, list | tuple):
