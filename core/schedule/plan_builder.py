@@ -27,7 +27,8 @@ class PlanBuilder:
         self._block_ids: list[int] = []
         self.granted: Counter[int] = Counter()
         """By row, the tokens of its prefill, in the order in which they were added."""
-        self._admitted: dict[int, int] = {}
+        self.admitted: dict[int, None] = {}
+        """The rows that requests entered in this step: the plan contains them in full, including their blocks."""
 
     @property
     def is_empty(self) -> bool:
@@ -55,17 +56,13 @@ class PlanBuilder:
         """[num_lengthened] int32: the rows of decodes that `lengthen` made longer"""
         return self.decodes[list(self._lengthened)].astype(np.int32) if self._lengthened else _NO_ROWS
 
-    def admit(self, row: int, num_cached_tokens: int) -> None:
-        """Notes that a request entered `row` in this step: the plan contains it in full, including its blocks."""
-        self._admitted[row] = num_cached_tokens
-
     def extend(self, row: int, count: int, tables: list[int], blocks: list[int], extra_budget: int = 0) -> None:
         """Adds `count` tokens of a prefill. The row's block table tables[i] grew by blocks[i]. extra_budget: tokens of
         the budget that they cost in addition to `count`."""
         self.granted[row] += count
         self.budget -= count + extra_budget
         self.total_tokens += count
-        if row not in self._admitted:
+        if row not in self.admitted:
             self._block_tables += tables
             self._block_ids += blocks
 
@@ -81,7 +78,7 @@ class PlanBuilder:
         return StepPlan(
             step=step,
             released_rows=np.array(released, np.int32),
-            new_rows=tuple(self._new_row(row, table, tables) for row in self._admitted),
+            new_rows=tuple(self._new_row(row, table, tables) for row in self.admitted),
             block_tables=np.array(self._block_tables, np.int32),
             block_ids=np.array(self._block_ids, np.int32),
             rows=rows,

@@ -324,7 +324,7 @@ class Scheduler:
             row = table.enter(request, self.config.max_model_len, self._step + 1)
             self.tables.enter(row, hit)
             table.num_computed_tokens[row] = num_cached
-            builder.admit(row, num_cached)
+            builder.admitted[row] = None
             num_passed = num_aside
             for enter in self._hooks["enter"]:
                 enter(row)

@@ -116,15 +116,8 @@ class MemoryTransport:
     def close(self) -> None:
         self._on_message = self._on_closed = None
 
-    def push(self, message: CoreMessage) -> None:
-        """Called by the core to send a message to the client. Thread-safe."""
-        self._put(message)
-
-    def end(self, failure: Failure) -> None:
-        """Called by the core when it ends. Thread-safe."""
-        self._put(failure)
-
-    def _put(self, item: CoreMessage | Failure) -> None:
+    def push(self, item: CoreMessage | Failure) -> None:
+        """Called by the core to send a message to the client; a Failure ends the session. Thread-safe."""
         self._inbox.append(item)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the client's loop is closed already

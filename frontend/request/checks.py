@@ -103,8 +103,9 @@ def check(
         raise InvalidRequestError(
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
         )
-    tokenized = tokenized_fields(params, facts.tokenizer, welcome.vocab_size)
-    if (thinking := thinking_of(params, prompt, facts.tokenizer, welcome)) is not None:
+    tokenizer = facts.tokenizer
+    tokenized = tokenized_fields(params, tokenizer, welcome.vocab_size)
+    if (thinking := thinking_of(params, prompt, tokenizer, welcome)) is not None:
         tokenized["thinking"] = thinking
     return CheckedRequest(name, prompt, params, priority, room, tokenized)
 

@@ -293,7 +293,7 @@ class MemoryCore:
                 self.transport.push(EngineFailed(failure=_DEATH))
                 return
             if self.core.steps == self.core.faults.die_after_steps:
-                self.transport.end(_DEATH)
+                self.transport.push(_DEATH)
                 return
 
 

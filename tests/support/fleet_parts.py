@@ -99,5 +99,5 @@ class Session(Source):
         """Ends the session as if the core were killed: its last messages may be lost, and no more follow."""
         assert self.transport is not None
         self.is_deaf, dead = True, self.transport
-        dead.end(KILLED)
+        dead.push(KILLED)
         self.is_deaf = False
