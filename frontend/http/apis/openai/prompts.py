@@ -114,12 +114,14 @@ def tokenize_texts(
         raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
     token_ids: list[Sequence[int]] = []
     batch: list[str] = []
+    num_characters = 0  # of the batch
     for text in texts:
         check_text(text, tokenizer, max_tokens, param)
         batch.append(text)
-        if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
+        num_characters += len(text)
+        if num_characters > _TOKENIZE_AT_ONCE_CHARACTERS:
             token_ids += map(packed, tokenizer.encode_batch(batch, special))
-            batch = []
+            batch, num_characters = [], 0
     if len(texts) == 1 and batch:
         return [tokenizer.encode(batch[0], special)]
     return [*token_ids, *map(packed, tokenizer.encode_batch(batch, special))]
