@@ -21,6 +21,7 @@ LARGEST_INT8 = 127
 
 def as_bytes(values: memoryview[Any], kind: NumberType = "float32", endianness: Endianness = "native") -> bytes:
     """values: float32. Larger numbers than `kind` has become infinite, or its largest in fp8_e4m3."""
+    made: array.array[Any]
     if kind == "float32":
         made = array.array("f", values.tobytes())  # of the view itself each number would become an object
     elif kind == "float16":
