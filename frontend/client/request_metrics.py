@@ -66,6 +66,8 @@ class Layout:
 
 
 REQUEST_LAYOUT = Layout(REQUEST_HISTOGRAMS, (*FINISH_REASONS, REJECTIONS))
+_OF_NAME = {name: (REQUEST_LAYOUT.at[name], bounds) for name, (bounds, _) in REQUEST_HISTOGRAMS.items()}
+"""Where each histogram begins in a block, and its bounds."""
 INTER_TOKEN = REQUEST_LAYOUT.at["inter_token_latency_seconds"]
 INTER_TOKEN_SUM = INTER_TOKEN + len(_TOKEN) + 1
 
@@ -127,14 +129,15 @@ class RequestMeter:
         metrics = stream.metrics
         if stream.error is not None:
             return
-        take = functools.partial(self._take, "" if stream.trace is None else stream.trace.trace_id)
+        trace_id = "" if stream.trace is None or self.exemplars is None else stream.trace.trace_id
+        take = functools.partial(self._take_traced, trace_id) if trace_id else self._take
         num_prompt = len(stream.prompt.token_ids or ())
         take("request_prompt_tokens", num_prompt)
         take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
         take("request_params_n", stream.params.n)
         take("request_params_max_tokens", stream.params.max_tokens)
         take("request_generation_tokens", metrics.num_generation_tokens)
-        take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
+        take("request_max_num_generation_tokens", max([len(each.token_ids) for each in stream.sequences]))
         if reason == "abort":
             return
         take("request_num_preemptions", metrics.num_preemptions)
@@ -149,12 +152,14 @@ class RequestMeter:
                 steps = metrics.num_generation_tokens / stream.params.n - 1
                 take("request_time_per_output_token_seconds", metrics.decode_s / steps)
 
-    def _take(self, trace_id: str, name: str, value: float | None) -> None:
-        if value is None:
-            return
-        bounds, _ = REQUEST_HISTOGRAMS[name]
-        observe(self._block, REQUEST_LAYOUT.at[name], bounds, value)
-        if trace_id and self.exemplars is not None:
+    def _take(self, name: str, value: float | None) -> None:
+        if value is not None:
+            observe(self._block, *_OF_NAME[name], value)
+
+    def _take_traced(self, trace_id: str, name: str, value: float | None) -> None:
+        self._take(name, value)
+        if value is not None and self.exemplars is not None:
+            _, bounds = _OF_NAME[name]
             self.exemplars[name, bisect_left(bounds, value)] = Exemplar(trace_id, value, time.time())
 
 
