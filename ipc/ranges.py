@@ -60,11 +60,14 @@ Check = Callable[[str, Any], str | None]
 """Takes a field's name and value; returns a sentence that says why it is refused, or None."""
 
 
-def out_of_range(message: msgspec.Struct) -> str | None:
-    """The first field of the message, or of a struct in it, that lies outside its declared range, as a sentence."""
+def out_of_range(message: msgspec.Struct, known: msgspec.Struct | None = None) -> str | None:
+    """The first field of the message, or of a struct in it, that lies outside its declared range, as a sentence.
+    known: a struct in it that was checked before."""
     for name, default, check in checks_of(type(message)):
         value = getattr(message, name)
-        if value != default and (problem := check(name, value)) is not None:
+        if value == default or (known is not None and value is known):
+            continue
+        if (problem := check(name, value)) is not None:
             return problem
     return None
 

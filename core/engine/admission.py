@@ -66,6 +66,8 @@ class Admission:
         self._plan = plan
         self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors) or bool(step_feature_entries())
+        self._last_pool: tuple[Pool | None, Pool | None] = (None, None)
+        """The task that passed the checks last, of a list of prompts all have the same; and as it is scheduled."""
         checks_of(AddRequest)  # now, so that the first request need not wait for it
         self._token_fields = names_marked(Sampling, VOCABULARY)
         self._version = __version__
@@ -78,11 +80,12 @@ class Admission:
 
     def check(self, message: AddRequest) -> Failure | None:
         """Why the request can never run here, or None."""
-        if (problem := out_of_range(message)) is not None:
+        checked, _ = self._last_pool
+        if (problem := out_of_range(message, checked)) is not None:
             return self.refusal(problem)
         task, prompt = message.task, message.prompt_token_ids
         if isinstance(task, Pool):
-            if (refusal := self._check_pooling(task)) is not None:
+            if task is not checked and (refusal := self._check_pooling(task)) is not None:
                 return refusal
         elif not self._generates:
             return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
@@ -100,8 +103,8 @@ class Admission:
             return self.refusal(
                 f"the prompt has {len(token_ids)} tokens, more than max_model_len {self._max_model_len}"
             )
-        outside = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
-        if len(outside):
+        if token_ids.view(np.uint32).max() >= self._vocab_size:  # one below 0 is then above all
+            outside = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
             return self.refusal(
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
@@ -208,8 +211,8 @@ class Admission:
                 seed = nth_seed(self._seed, self._seeds_drawn)
             else:
                 seed = task.sampling.seed
-        elif task.of_tokens or (self._pooling is not None and self._pooling.reads_all):
-            task = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
+        else:
+            task = self._scheduled(task)
         request = Request(
             client=client,
             slot=message.slot,
@@ -224,6 +227,18 @@ class Admission:
         request.prefix_key = PrefixKey(message.cache_salt, self._version_of_weights, (), message.inputs)
         request.arrived_s = time.monotonic()
         return request
+
+    def _scheduled(self, task: Pool) -> Pool:
+        """A checked task, which skips the prefix cache if it reads the states of all tokens."""
+        given, scheduled = self._last_pool
+        if task is given and scheduled is not None:
+            return scheduled
+        scheduled = task
+        if task.of_tokens or (self._pooling is not None and self._pooling.reads_all):
+            scheduled = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
+        if task.compared_with is None:  # else it holds the memory of vectors
+            self._last_pool = task, scheduled
+        return scheduled
 
     def _fitted(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
         """Clamps values to the model's length and vocabulary, only where that does not change the answer."""
