@@ -84,7 +84,8 @@ class Tensor:
         import numpy as np
 
         dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
-        return np.frombuffer(self.data, dtype=dtype).reshape(self.shape)
+        flat = np.frombuffer(self.data, dtype=dtype)
+        return flat if len(self.shape) == 1 else flat.reshape(self.shape)
 
     def tolist(self) -> list[Any]:
         """The elements in row-major order, flat, as Python numbers."""

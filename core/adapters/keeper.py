@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -123,7 +123,7 @@ class AdapterKeeper:
             )
         return None
 
-    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
         uses = [use for use in message.adapters if use.scale != 0]
         if not uses:
             return ()

@@ -17,7 +17,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -55,7 +55,7 @@ class Gatekeeper(Protocol):
         """The longest time that a request may wait for its gates of this reason."""
         ...
 
-    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
         """The closed gates that the request needs. Each is later reported as opened or failed.
 
         The result of the work behind a gate (such as a matcher) is set in the request before the gate is reported open,
@@ -90,8 +90,8 @@ class Gates:
         """Holds the request if any of its gates is closed. False: it may be scheduled."""
         closed, timeout_s = set[Gate](), math.inf
         for gatekeeper in self._gatekeepers:
-            if gates := set(gatekeeper.closed_gates(request, message)):
-                closed |= gates
+            if gates := gatekeeper.closed_gates(request, message):
+                closed.update(gates)
                 timeout_s = min(timeout_s, gatekeeper.timeout_s)
         if not closed:
             return False

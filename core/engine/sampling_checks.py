@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -56,7 +56,7 @@ class SamplingChecks:
         self._unknown: dict[bytes, Gate] = {}
         self._asked_s = 0.0
 
-    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
         if not isinstance(message.task, Generate):
             return ()
         sampling = msgspec.msgpack.encode(message.task.sampling)

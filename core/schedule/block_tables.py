@@ -104,6 +104,10 @@ class BlockTables:
         """Adds `count` blocks to the row in every group; otherwise like `extend_each`."""
         blocks = self.pool.allocate(count * self.num_growing)
         start = int(self.num_blocks[row])
+        if self.num_growing == 1:
+            self.table[0, row, start : start + count] = blocks
+            self.num_blocks[row] = start + count
+            return [row] * count, blocks
         self.table[:, row, start : start + count] = np.array(blocks, np.int32).reshape(self.num_growing, count)
         self.num_blocks[row] += count
         return np.repeat(self._first_tables + row, count).tolist(), blocks

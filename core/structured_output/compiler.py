@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -55,7 +55,7 @@ class GrammarCompiler:
         """Loads the library that the first request would wait for, on a low-priority thread."""
         self._others.submit(self._backend.prepare)
 
-    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
         wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
         if wanted is None:
             if request.sampling.thinking is not None:

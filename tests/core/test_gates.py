@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from engine_parts import SteppedClient, SteppedCore
 
@@ -21,7 +21,7 @@ class OfSalt:
     def __init__(self, timeout_s: float = 60.0, gates: Sequence[Gate] = (ADAPTER, GRAMMAR)) -> None:
         self.timeout_s, self._gates = timeout_s, gates
 
-    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Sequence[Gate]:
         return [gate for gate in self._gates if gate.key in message.cache_salt]
 
 
