@@ -137,9 +137,11 @@ class Pooler:
                 continue
             end, num_tokens = begin + count, len(found.token_ids)
             spans = [output.pooling.wanted(begin, end, num_tokens) for output in found.outputs]
-            first, last = min(each.start for each in spans), max(each.stop for each in spans)
-            if first < last:
+            first, last, parts = spans[0].start, spans[0].stop, [slice(0, spans[0].stop - spans[0].start)]
+            if len(spans) > 1:
+                first, last = min([each.start for each in spans]), max([each.stop for each in spans])
                 parts = [slice(each.start - first, each.stop - first) for each in spans]
+            if first < last:
                 rows.append(WantedRow(row, last - first, parts, begin == 0, end == num_tokens))
                 firsts.append(at + first - begin)
         if not rows:
