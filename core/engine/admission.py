@@ -67,7 +67,7 @@ class Admission:
         self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors) or bool(step_feature_entries())
         self._last_pool: tuple[Pool | None, Pool | None] = (None, None)
-        """The task that passed the checks last, of a list of prompts all have the same; and as it is scheduled."""
+        """The task that passed the checks last, which the next request often has too; and as it is scheduled."""
         checks_of(AddRequest)  # now, so that the first request need not wait for it
         self._token_fields = names_marked(Sampling, VOCABULARY)
         self._version = __version__
@@ -80,12 +80,12 @@ class Admission:
 
     def check(self, message: AddRequest) -> Failure | None:
         """Why the request can never run here, or None."""
-        checked, _ = self._last_pool
-        if (problem := out_of_range(message, checked)) is not None:
-            return self.refusal(problem)
         task, prompt = message.task, message.prompt_token_ids
+        is_checked = task == self._last_pool[0]
+        if (problem := out_of_range(message, task if is_checked else None)) is not None:
+            return self.refusal(problem)
         if isinstance(task, Pool):
-            if task is not checked and (refusal := self._check_pooling(task)) is not None:
+            if not is_checked and (refusal := self._check_pooling(task)) is not None:
                 return refusal
         elif not self._generates:
             return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
@@ -231,7 +231,7 @@ class Admission:
     def _scheduled(self, task: Pool) -> Pool:
         """A checked task, which skips the prefix cache if it reads the states of all tokens."""
         given, scheduled = self._last_pool
-        if task is given and scheduled is not None:
+        if task == given and scheduled is not None:
             return scheduled
         scheduled = task
         if task.of_tokens or (self._pooling is not None and self._pooling.reads_all):
