@@ -243,6 +243,8 @@ class Scheduler:
         returns False: that step may end a request and free blocks, and a preemption would lose a token that is being
         computed."""
         table, tables = self.rows, self.tables
+        if not self.num_running:
+            return True
         while True:
             running = table.active.nonzero()[0]
             missing = table.num_tokens[running] - table.num_computed_tokens[running]
@@ -271,6 +273,8 @@ class Scheduler:
     def _extend_prefills(self, builder: PlanBuilder) -> None:
         """Continues the prompts of running requests, in the order of service."""
         table = self.rows
+        if not self.num_running:
+            return
         running = table.active.nonzero()[0]
         missing = table.num_tokens[running] - table.num_computed_tokens[running]
         pending = running[missing > table.generates[running]].tolist()
@@ -412,6 +416,11 @@ class Scheduler:
                 return Advance(rows, token_ids, None, [], [])
             followed = self._repeated.followed
             self.settle()
+        if not len(rows):  # a step of prompts alone
+            for take in self._hooks["take"]:
+                take(result)
+            pooled = [] if result.vectors is None else list(self._end_pooled(result.vectors.rows))
+            return Advance(rows, token_ids, result.counts, pooled, [])
         known = table.num_known_tokens[rows]
         first = [each for row in rows[known == table.num_given_tokens[rows]].tolist() if (each := table.requests[row])]
         follow = self._follow if followed is None else lambda *_: followed
@@ -534,7 +543,7 @@ class Scheduler:
 
     def _publish_full(self, rows: np.ndarray) -> None:
         """Publishes blocks that the planned tokens of these decodes fill if they are known; `advance` does the rest."""
-        if self.hasher is None:
+        if self.hasher is None or not len(rows):
             return
         computed = self.rows.num_computed_tokens[rows]
         is_full = (computed % self.config.block_size == 0) & (self.rows.num_known_tokens[rows] >= computed)

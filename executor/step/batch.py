@@ -122,6 +122,8 @@ class BatchState:
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Appends counts [n] sampled tokens each to distinct rows [n], in row order; without counts one each."""
+        if not len(rows):  # a step of prompts alone
+            return
         if counts is not None:
             self._append_several(rows, token_ids, counts)
             return
