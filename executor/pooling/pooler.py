@@ -146,6 +146,9 @@ class Pooler:
                 firsts.append(at + first - begin)
         if not rows:
             return None
+        num_wanted = sum([each.num_tokens for each in rows])
+        if num_wanted == query_start[-1]:
+            return WantedTokens(np.arange(num_wanted, dtype=np.int32), rows)
         counts = np.array([each.num_tokens for each in rows])
         starts = np.array(firsts) - (np.cumsum(counts) - counts)
         indices = np.repeat(starts, counts) + np.arange(counts.sum())
