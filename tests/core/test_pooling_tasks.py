@@ -140,13 +140,14 @@ def test_a_prefix_is_reused_but_the_last_token_is_computed() -> None:
 def test_what_the_model_cannot_do_is_refused_alone(pool: dict[str, Any], why: str) -> None:
     core = core_of()
     client = core.open()
-    client.pool(0, [5, 6], **pool)
-    client.pool(1, [5, 6])
+    for slot in range(6):  # whether the request before had the same task, another one, or was refused
+        client.pool(slot, [5, 6], **({} if slot in (1, 2, 5) else pool))
     core.run_until_idle()
-    refused, done = client.finishes()
-    assert refused.reason is FinishReason.REJECTED
-    assert why in refused.failure.message  # type: ignore[union-attr]
-    assert done.reason is FinishReason.STOP
+    finishes = {finish.slot: finish for finish in client.finishes()}
+    assert {slot for slot, finish in finishes.items() if finish.reason is FinishReason.STOP} == {1, 2, 5}
+    for slot in (0, 3, 4):
+        assert finishes[slot].reason is FinishReason.REJECTED
+        assert why in finishes[slot].failure.message  # type: ignore[union-attr]
 
 
 def test_a_prompt_longer_than_max_model_len_is_refused_alone() -> None:
@@ -237,12 +238,13 @@ def test_each_prompt_of_a_list_is_refused_by_itself() -> None:
     core = core_of()
     client = core.open()
     client.pool(1, [5] * 20)
-    client.pool_together(0, [[5], [6], [], [5, VOCAB_SIZE], [4] * 65, [7, 8]])
+    client.pool_together(0, [[5], [6], [], [5, VOCAB_SIZE], [4] * 65, [7, 8], [5, 6, -1]])
     core.run_until_idle()
     assert set(client.vectors()) == {0, 1, 5}
     refused = {finish.slot: finish.failure.message for finish in client.finishes() if finish.failure is not None}
-    assert set(refused) == {2, 3, 4}
+    assert set(refused) == {2, 3, 4, 6}
     assert "the prompt is empty" in refused[2]
+    assert "prompt_token_ids[2] is -1" in refused[6]
     assert f"prompt_token_ids[1] is {VOCAB_SIZE}" in refused[3]
     assert "more than max_model_len" in refused[4]
     (slot_in_use,) = [each for each in client.heard if isinstance(each, Refused)]
