@@ -11,9 +11,10 @@ import msgspec
 
 from headrace.core.structured_output.exact_numbers import read_float
 from headrace.core.structured_output.expressions import in_common_words, in_json
+from headrace.core.structured_output.gbnf import normalised
 from headrace.core.structured_output.json_schema import with_schemas_in_lark, without_additional_properties
 from headrace.core.structured_output.schema_keywords import in_followed_keywords
-from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
+from headrace.core.structured_output.structural_tag import format_of, with_grammars, with_patterns, with_schemas
 from headrace.ipc.messages import StructuredOutput
 
 _RULE_OF_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
@@ -41,9 +42,10 @@ def prepared(wanted: StructuredOutput) -> StructuredOutput:
         form = with_patterns(
             with_schemas(format_of(json.loads(text, parse_float=read_float)), changed), in_common_words
         )
+        form = with_grammars(form, lambda grammar: normalised(grammar) if is_gbnf(grammar) else grammar)
         text = json.dumps({"type": "structural_tag", "format": form})
-    elif wanted.kind == "grammar" and not is_gbnf(text):
-        text = with_schemas_in_lark(_PRIORITY.sub(r"\1\2", text), changed)
+    elif wanted.kind == "grammar":
+        text = normalised(text) if is_gbnf(text) else with_schemas_in_lark(_PRIORITY.sub(r"\1\2", text), changed)
     whitespace = in_common_words(wanted.whitespace_pattern)
     return msgspec.structs.replace(wanted, text=text, whitespace_pattern=whitespace)
 

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import llguidance
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
+from headrace.core.structured_output import gbnf
 from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Guarded, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
@@ -131,8 +130,6 @@ class LLGuidanceBackend:
             grammar = _grammar_of(wanted)
         except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise refusal(wanted, str(error) or type(error).__name__) from None
-        except Exception as error:  # the GBNF converter's own exception
-            raise refusal(wanted, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if problem := matcher.get_error():
             raise self._refusal(wanted, problem)
@@ -230,34 +227,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
 
 
 def _in_lark(grammar: str) -> str:
-    if not is_gbnf(grammar):
-        return grammar
-    grammar = _ESCAPED_CODE.sub(_character, grammar)
-    return str(gbnf_to_lark(_REPEATED_TWICE.sub(lambda found: f'{found[1]} ""' if found[1] else found[0], grammar)))
-
-
-_REPEATED_TWICE = re.compile(
-    r""""(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?|\#[^\n]*+|([*+?}])(?=\s*+(?:\)\s*+)++[*+?{])""", re.DOTALL
-)
-"""The end of a repetition that ends a repeated group (group 1), outside texts, sets and comments. The library's
-converter writes no parentheses around a repetition alone, so an empty text is put beside it."""
-
-
-def _character(escape: re.Match[str]) -> str:
-    """An escape as the library's converter reads it correctly: it drops the zeros of escapes with more than two
-    digits."""
-    digits = escape["four"] or escape["eight"]
-    if digits is None:
-        return escape[0]
-    code = int(digits, 16)
-    if code < 128:  # keep an escape: the character may have a meaning in a set or a text
-        return rf"\x{code:02x}"
-    if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
-        raise ValueError(f"{escape[0]} is no character")
-    return chr(code)
-
-
-_ESCAPED_CODE = re.compile(r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|.)", re.DOTALL)
+    return gbnf.in_lark(grammar) if is_gbnf(grammar) else grammar
 
 
 def _with_narrow_classes(pattern: str) -> str:

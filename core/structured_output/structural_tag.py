@@ -70,6 +70,11 @@ def with_patterns(form: Any, change: Callable[[str], str]) -> Any:
     return _with_parts(form, "regex", "pattern", change)
 
 
+def with_grammars(form: Any, change: Callable[[str], str]) -> Any:
+    """Applies `change` to all grammars of a format."""
+    return _with_parts(form, "grammar", "grammar", change)
+
+
 def _with_parts(form: Any, kind: str, field: str, change: Callable[[Any], Any]) -> Any:
     """Applies `change` to `field` in all parts of a format whose type is `kind`."""
     if isinstance(form, list):
