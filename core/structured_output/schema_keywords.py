@@ -70,7 +70,15 @@ _VALUES = ("enum", "const", "default", "examples", "required", "dependentRequire
 _VALUES_OF_NULL = ("const", "default", "examples")
 """Keywords that null is a value for."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_TYPE_NAMES = frozenset({*_TYPES, "integer"})
+_TYPE_NAMES = {name: name for name in (*_TYPES, "integer")} | {
+    "dict": "object",
+    "str": "string",
+    "list": "array",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+}
+"""JSON Schema's types, by their names and by Python's."""
 
 
 def in_followed_keywords(schema: Any) -> Any:
@@ -128,7 +136,7 @@ class _Rewriting:
             if name not in _DROPPED and (value is not None or name in _VALUES_OF_NULL)
         }
         if "type" in found:
-            found["type"] = _in_small_letters(found["type"])
+            found["type"] = _known_types(found["type"])
         for name in ("enum", "const"):
             check_exact(found.get(name), where)
         found = with_exact_bounds(found, where, is_merged=self._is_merged)
@@ -244,17 +252,18 @@ def _without_notes(schema: Any) -> Any:
     return {k: v for k, v in schema.items() if k not in _NOTES} if isinstance(schema, dict) else schema
 
 
-def _in_small_letters(types: Any) -> Any:
-    """One or several types by JSON Schema's names, which clients of Gemini's API write in capitals."""
+def _known_types(types: Any) -> Any:
+    """One or several types by JSON Schema's names, which clients of Gemini's API write in capitals, and those of
+    function-calling benchmarks as Python does."""
     if isinstance(types, list):
-        return [_in_small_letters(each) for each in types]
-    return types.lower() if isinstance(types, str) and types.lower() in _TYPE_NAMES else types
+        return [_known_types(each) for each in types]
+    return _TYPE_NAMES.get(types.lower(), types) if isinstance(types, str) else types
 
 
 def _types_of(schema: dict[str, Any]) -> set[str]:
     if (values := _values_in(schema)) is not None:
         return {_type_of(each) for each in values}
-    kinds = _in_small_letters(schema.get("type", _TYPES))
+    kinds = _known_types(schema.get("type", _TYPES))
     kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds))
     return {"number" if each == "integer" else each for each in kinds}
 

@@ -367,7 +367,11 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
 
         internal: unused. vLLM has separate internal ids; here a request has one id.
         """
-        client, names = await self._ready(), (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        ids = (request_id,) if isinstance(request_id, str) else request_id
+        names = tuple(ids) if isinstance(ids, Iterable) else (ids,)
+        if not all(isinstance(each, str) for each in names):
+            raise InvalidRequestError(f"abort: request_id must be one or several texts, not {request_id!r:.80}")
+        client = await self._ready()
         client.abort(names)
         for name in names:
             if name in self._sessions:

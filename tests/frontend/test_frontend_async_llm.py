@@ -111,6 +111,16 @@ async def test_many_requests_at_once_do_not_mix() -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("ids", [None, 5, ["a", None]])
+def test_what_is_no_request_id_is_refused_by_abort(ids: object) -> None:
+    async def test() -> None:
+        async with attached() as (_, llm):
+            with pytest.raises(InvalidRequestError, match="abort: request_id must be one or several texts, not"):
+                await llm.abort(ids)  # type: ignore[arg-type]
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("how", ["cancel", "break", "abort"])
 def test_ending_early_aborts_the_request(how: str) -> None:
     endless = SamplingParams(max_tokens=None)

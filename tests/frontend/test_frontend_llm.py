@@ -215,6 +215,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({}, {"tools": [TOOL, {"function": {}}]}, r"tools\[1\].function needs a name"),
         ({}, {"tools": [TOOL, TOOL]}, "two tools are called 'f'"),
         ({}, {"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "parameters must be a JSON schema"),
+        ({}, {"tools": [{"function": {"name": "f", "inputSchema": {}}}]}, "inputSchema is another API's name: give"),
+        ({}, {"tools": [{"function": {"name": "f", "parametersJsonSchema": {}}}]}, "give .* schema as parameters"),
         ({}, {"documents": "x"}, "documents must be a list of dicts, not str"),
         ({}, {"chat_template": 3}, "chat_template must be a text, not int"),
         ({}, {"chat_template_kwargs": [1]}, r"chat_template_kwargs must be a dict of values by their names, not \[1\]"),

@@ -149,6 +149,27 @@ def test_types_may_be_named_in_capitals(name: str) -> None:
         assert not takes(start, wrong)
 
 
+IN_PYTHON: dict[str, Any] = {
+    "type": "dict",
+    "properties": {
+        "text": {"type": "str", "enum": ["str"]},
+        "list": {"type": "list", "items": {"type": ["int", "null"]}, "maxItems": 2},
+        "number": {"type": "float", "enum": [0.5]},
+        "either": {"type": "bool"},
+    },
+    "required": ["text", "list", "number", "either"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_types_may_be_named_as_python_names_them(name: str) -> None:
+    start = compiled(name, "json", json.dumps(IN_PYTHON))
+    assert takes(start, '{"text":"str","list":[1,null],"number":0.5,"either":true}')
+    for wrong in ('{"text":"str","list":["a"],"number":0.5,"either":true}', "[]"):
+        assert not takes(start, wrong)
+
+
 def test_alternatives_of_one_type_in_two_spellings_do_not_exclude_each_other() -> None:
     schema = {"oneOf": [{"type": "STRING", "maxLength": 3}, {"type": "string", "minLength": 2}]}
     with pytest.raises(InvalidRequestError, match="oneOf is not followed"):

@@ -54,6 +54,8 @@ class ToolChoice(NamedTuple):
 
 
 NO_TOOLS = ToolChoice()
+OTHER_NAMES = ("inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema")
+"""What MCP, Anthropic's and Gemini's APIs call the parameters of a function."""
 
 
 def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -70,6 +72,9 @@ def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         if name in names:
             return "tools", f"two tools are called {name!r:.100}"
         names.add(name)
+        if "parameters" not in function and (other := next((each for each in OTHER_NAMES if each in function), None)):
+            at = f"{where}.function.{other}"
+            return at, f"{at} is another API's name: give the function's schema as parameters"
         if not isinstance(function.get("parameters") or {}, Mapping):
             at = f"{where}.function.parameters"
             return at, f"{at} must be a JSON schema, which is an object"
