@@ -426,7 +426,8 @@ class ArchSpec:
         return any(rope.kind == "dynamic" for rope in self.ropes)
 
     def for_context(self, max_model_len: int | None) -> ArchSpec:
-        """The spec with the rotation for requests of up to max_model_len tokens (default: max_positions).
+        """The spec with the rotation, and without the growth of queries, for requests of up to max_model_len tokens
+        (default: max_positions).
 
         LongRoPE has one set of divisors for contexts up to the original length and one for longer contexts; an engine
         uses one set for all requests.
@@ -434,10 +435,7 @@ class ArchSpec:
         longest = max_model_len or self.max_positions
         found: dict[LayerSpec, LayerSpec] = {}
         for layer in dict.fromkeys(self.layers):
-            rope, mixer = layer.mixer.rope, layer.mixer
-            if rope is not None and rope.kind == "longrope" and longest > rope.original_max_positions:
-                mixer = replace(mixer, rope=replace(rope, divisors=rope.long_divisors))  # type: ignore[type-var]
-            found[layer] = replace(layer, mixer=mixer)
+            found[layer] = replace(layer, mixer=layer.mixer.for_context(longest))
         return replace(self, layers=tuple(found[layer] for layer in self.layers))
 
     def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:

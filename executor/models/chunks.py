@@ -72,10 +72,10 @@ def _tables(batch: PagedBatch, sequences: Tensor, chunks: Tensor, size: int) -> 
     return batch.block_tables[sequences[:, None].long(), columns.clamp(max=width - 1)]
 
 
-def query_growth(batch: PagedBatch, positions_per_step: int, share: float) -> Tensor:
+def query_growth(batch: PagedBatch, positions_per_step: int, share: float, offset: int) -> Tensor:
     """Factor of each token's queries, [num_tokens] float32, which keeps attention sharp in long contexts (Llama 4's
-    attention temperature): 1 + share * log(1 + floor((position + 1) / positions_per_step))."""
-    key = ("query growth", positions_per_step, share)
+    attention temperature): 1 + share * log(1 + floor((position + offset) / positions_per_step))."""
+    key = ("query growth", positions_per_step, share, offset)
     if key not in batch.memo:
         tokens = torch.arange(len(batch.slot_mapping), device=batch.seq_lens.device)
         sequences = torch.searchsorted(batch.query_start[1:].long(), tokens, right=True).clamp(
@@ -83,6 +83,6 @@ def query_growth(batch: PagedBatch, positions_per_step: int, share: float) -> Te
         )
         before = batch.seq_lens[sequences] - (batch.query_start[sequences + 1] - batch.query_start[sequences])
         positions = (before + tokens - batch.query_start[sequences]).float()
-        batch.memo[key] = 1 + share * torch.log1p(torch.floor((positions + 1) / positions_per_step).clamp(min=0))
+        batch.memo[key] = 1 + share * torch.log1p(torch.floor((positions + offset) / positions_per_step).clamp(min=0))
     found: Tensor = batch.memo[key]
     return found

@@ -320,7 +320,9 @@ class EagerAttend:
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
         # Norms, rotation and cache write as one kernel, where the device has it: each is small and costs a launch.
-        is_fusable = not declared.reads_only and (query_norm is None or query_norm.kind == "rms")
+        self._norm_after_rotation = declared.norm_after_rotation
+        can_norm = query_norm is None or (query_norm.kind == "rms" and not declared.norm_after_rotation)
+        is_fusable = not declared.reads_only and can_norm
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         self._attend = weights.kernel(
             "paged_attention",
@@ -338,12 +340,10 @@ class EagerAttend:
         if self._prepare is not None:
             query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
         else:
-            if self.query_norm is not None:
-                query = self.query_norm(query)[0]
-            if self.key_norm is not None:
-                key = self.key_norm(key)[0]
-            if self._rope_index is not None:
-                query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+            if self._norm_after_rotation:
+                query, key = self._normed(*self._turned(query, key, step))
+            else:
+                query, key = self._turned(*self._normed(query, key), step)
             if not self._reads_only:
                 self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
         batch = step.batch
@@ -353,6 +353,18 @@ class EagerAttend:
             batch = in_chunks(batch, self._chunk_size)
         attended = self._attend(query, cache.keys, cache.values, batch, self._params, cache.scales)
         return attended.view(len(query), -1)
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            query if self.query_norm is None else self.query_norm(query)[0],
+            key if self.key_norm is None else self.key_norm(key)[0],
+        )
+
+    def _turned(self, query: Tensor, key: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
+        if self._rope_index is None:
+            return query, key
+        turned: tuple[Tensor, Tensor] = self._rotate(query, key, *step.cos_sin[self._rope_index])
+        return turned
 
     def _rotation(self, step: SharedInputs) -> Rotation:
         cos, sin = (None, None) if self._rope_index is None else step.cos_sin[self._rope_index]

@@ -109,8 +109,3 @@ class EagerBlocks(EagerAttend):
             chosen = choose_blocks(index_query[tokens], keys[-1], own.block_size, own.num_blocks, own.local_blocks)
             out[tokens] = attend_blocks(query[tokens], keys[:-1], read[:-1], chosen, own.block_size, own.scale)
         return out.flatten(1)
-
-    def _turned(self, query: Tensor, key: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
-        assert self._rope_index is not None
-        query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
-        return query, key

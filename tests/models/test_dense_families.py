@@ -27,7 +27,9 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
-OP_BY_OP = {"apertus", "gemma3n", "gemma4", "gemma4_experts", "gemma3n_plain", "mpt_clipped", "olmo_clipped"}
+OP_BY_OP = {"apertus", "gemma3n", "gemma4", "gemma4_experts", "gemma3n_plain", "mpt_clipped", "olmo_clipped"} | {
+    *("hunyuan", "hunyuan_alpha", "ministral3", "ministral3_sliding")
+}
 """What the CPU program cannot compute."""
 
 
@@ -70,6 +72,12 @@ def expect_answers(path: Path, name: str, slides: bool, **options: Any) -> None:
 def test_an_engine_gives_the_tokens_of_transformers(folder: Path, name: str) -> None:
     assert bool(why_not(spec_from_config(config_of(name)), torch.float32)) == (name in OP_BY_OP)
     expect_answers_of_transformers(folder, name)
+
+
+def test_where_no_query_grows_a_context_has_a_program() -> None:
+    spec = spec_from_config(config_of("ministral3"))
+    assert why_not(spec.for_context(17), torch.float32)
+    assert not why_not(spec.for_context(16), torch.float32)
 
 
 @pytest.mark.system

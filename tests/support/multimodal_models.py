@@ -71,6 +71,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "llava with mistral": llava("Mistral", "LlavaNext"),
     "llava with qwen": llava("Qwen2", "LlavaOnevision"),
     "mistral 3": llava("Mistral", "Mistral3"),
+    "mistral 3 with ministral 3": llava("Ministral3", "Mistral3"),
     "vip llava": other("VipLlava", vision_class="CLIPVisionConfig", image_size=28, patch_size=14),
     "aya vision": other("AyaVision", "Cohere2", **SIGLIP),
     "cohere 2 vision": other("Cohere2Vision", "Cohere2", **SIGLIP),

@@ -19,6 +19,10 @@ LONGROPE = {
     "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "partial_rotary_factor": 1.0,
 }  # fmt: skip
 WINDOW = {"sliding_window": 20}
+MINISTRAL3 = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 HYBRID = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
 GRANITE = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0
@@ -94,6 +98,15 @@ FAMILIES: dict[str, TinyModel] = {
     "ernie4_5_plain": tiny("Ernie4_5", head_dim=8, tie_word_embeddings=False),
     "seed_oss": tiny("SeedOss", head_dim=8),
     "ministral": tiny("Ministral", **HYBRID, head_dim=8),
+    "ministral3": tiny("Ministral3", head_dim=8, rope_parameters=MINISTRAL3),
+    "ministral3_sliding": tiny("Ministral3", head_dim=8, rope_parameters=MINISTRAL3, **WINDOW),
+    "hunyuan": tiny("HunYuanDenseV1", head_dim=8, attention_bias=True),
+    "hunyuan_alpha": tiny(
+        "HunYuanDenseV1",
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+    ),
     "cwm": tiny("Cwm", **HYBRID, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
     "exaone4": tiny("Exaone4", **HYBRID),
     "exaone4_full": tiny("Exaone4", sliding_window=None, layer_types=["full_attention"] * 2),

@@ -49,6 +49,9 @@ FAMILIES: dict[str, TinyModel] = {
         "Ernie4_5_Moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=2, head_dim=16,
         moe_layer_interval=2, num_hidden_layers=3,
     ),
+    "hunyuan_moe": tiny(
+        "HunYuanMoEV1", head_dim=16, num_experts=8, moe_topk=3, attention_bias=True, intermediate_size=32,
+    ),
     "minicpm3": tiny("MiniCPM3", scale_emb=1, scale_depth=1.4, tie_word_embeddings=False, **LATENT),
     "kimi_k2": tiny("DeepseekV3", **LATENT, **(DEEPSEEK | {"n_group": 1, "topk_group": 1})),
     "phimoe": tiny("Phimoe", num_local_experts=8, num_experts_per_tok=2, router_jitter_noise=0.4),

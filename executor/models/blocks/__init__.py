@@ -197,8 +197,10 @@ class Attend(Declared):
     """ALiBi slope of each head, by which a score falls per token of distance (Press et al. 2022); empty: no ALiBi."""
     chunk_size: int | None = None
     """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
-    query_growth: tuple[int, float] | None = None
-    """positions_per_step and share of `executor.models.chunks.query_growth`; None: queries are not scaled."""
+    norm_after_rotation: bool = False
+    """Whether the norms follow the rotation."""
+    query_growth: tuple[int, float, int] | None = None
+    """positions_per_step, share and offset of `executor.models.chunks.query_growth`; None: queries are not scaled."""
     causal: bool = True
     """False: a token attends to the tokens after it too. The whole prompt must be in one step."""
     distance_bias: DistanceBias | None = None
@@ -432,6 +434,13 @@ class Mixer(Block):
     def cache(self) -> TokenCache | None:
         """What it caches per token; None if it keeps a state."""
         raise NotImplementedError
+
+    def for_context(self, longest: int) -> Self:
+        """The mixer for requests of up to `longest` tokens: see `ArchSpec.for_context`."""
+        rope = self.rope
+        if rope is None or rope.kind != "longrope" or longest <= rope.original_max_positions:
+            return self
+        return replace(self, rope=replace(rope, divisors=rope.long_divisors))  # type: ignore[type-var]
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         """What it keeps per sequence on one of `tp_size` ranks; empty if it caches tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import (
@@ -41,6 +41,10 @@ class Attention(Mixer):
     output_bias: bool = False
     qk_norm: Literal["no", "head", "whole"] = "no"
     """Norm of queries and keys before rotation: "head": of each head; "whole": of all heads as one row."""
+    norm_after_rotation: bool = False
+    """Whether the norms of each head follow the rotation."""
+    query_growth: tuple[int, float, int] | None = None
+    """positions_per_step, share and offset of `executor.models.chunks.query_growth`; None: queries are not scaled."""
     soft_cap: float | None = None
     sinks: bool = False
     """Whether each head has an attention sink: a score that takes part in the softmax and has no value."""
@@ -94,6 +98,8 @@ class Attention(Mixer):
             distance_bias=self._distance_bias(names.distance_bias),
             query_norm=head_norms.get("query_norm"),
             key_norm=head_norms.get("key_norm"),
+            norm_after_rotation=self.norm_after_rotation,
+            query_growth=self.query_growth,
         )
         found["output"] = Linear(((names.output, hidden),), results, self.output_bias)
         if self.gated:
@@ -118,6 +124,12 @@ class Attention(Mixer):
         if gate is not None:
             attended = ops.compute(held["gating"], attended, gate)
         return [ops.product(held["output"], attended)]
+
+    def for_context(self, longest: int) -> Self:
+        found = super().for_context(longest)
+        if found.query_growth is not None and longest - 1 + found.query_growth[2] < found.query_growth[0]:
+            return replace(found, query_growth=None)  # queries grow at later positions alone
+        return found
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
         """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then
@@ -176,6 +188,8 @@ class Attention(Mixer):
         for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:
                 return f"{name} must be positive, got {value}"
+        if self.query_growth is not None and self.query_growth[0] < 1:
+            return f"queries that grow every {self.query_growth[0]} positions; it must be at least 1"
         if self.alibi and len(self.alibi) != self.num_heads:
             return f"{len(self.alibi)} slopes for {self.num_heads} attention heads"
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -185,6 +199,10 @@ class Attention(Mixer):
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
             return "the program norms queries and keys by RMS norms with weights alone."
+        if self.norm_after_rotation:
+            return "the program norms queries and keys before their rotation alone."
+        if self.query_growth is not None:
+            return f"the program scales no queries, which grow from position {self.query_growth[0]} on."
         if self.clip_qkv is not None:
             return "the program clips no queries, keys and values."
         if self.qk_norm == "whole" and tp_size > 1:

@@ -12,8 +12,9 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
         "rms_norm_eps": {
             1e-5: (
                 *("Apertus", "Arcee", "Bamba", "Cwm", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "ExaoneMoe", "FalconH1"),
-                *("Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteSWA", "IQuestCoder", "InternLM3", "KimiLinear"),
-                *("Llama4", "MiniCPM3", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Zamba2"),
+                *("Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteSWA", "HunYuanDenseV1", "HunYuanMoEV1", "IQuestCoder"),
+                *("InternLM3", "KimiLinear", "Llama4", "MiniCPM3", "Ministral3", "Mixtral", "Olmo2", "Olmo3", "Olmoe"),
+                *("Phi3", "Zamba2"),
             ),
             1e-6: ("GraniteMoeHybrid",),
             1.5625e-7: ("Glm", "Glm4"),

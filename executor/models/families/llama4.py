@@ -54,13 +54,12 @@ class LongAttention(Attention):
     not change lengths."""
 
     chunk_size: int | None = None
-    query_growth: tuple[int, float] | None = None
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         found = dict(super().declare(spec))
         attend = found["attend"]
         assert isinstance(attend, Attend)
-        attend = replace(attend, chunk_size=self.chunk_size, query_growth=self.query_growth)
+        attend = replace(attend, chunk_size=self.chunk_size)
         if attend.query_norm is not None and attend.key_norm is not None:
             query_norm, key_norm = (replace(norm, affine=False) for norm in (attend.query_norm, attend.key_norm))
             attend = replace(attend, query_norm=query_norm, key_norm=key_norm)
@@ -69,8 +68,6 @@ class LongAttention(Attention):
     def problem(self) -> str:
         if self.chunk_size is not None and self.chunk_size < 1:
             return f"attention_chunk_size must be at least 1, got {self.chunk_size}"
-        if self.query_growth is not None and self.query_growth[0] < 1:
-            return f"floor_scale must be at least 1, got {self.query_growth[0]}"
         return super().problem()
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
@@ -116,7 +113,7 @@ def build(config: Config) -> ArchSpec:
     fields |= biases(text, "attention_bias", False)
     norm: Literal["head", "no"] = "head" if flag(text, "use_qk_norm", True) else "no"
     chunk_size = integer(text, "attention_chunk_size", 8192)
-    growth = (integer(text, "floor_scale", 8192), number(text, "attn_scale", 0.1))
+    growth = (integer(text, "floor_scale", 8192), number(text, "attn_scale", 0.1), 1)
     grows = flag(text, "attn_temperature_tuning", True)
     rotates = _rotates(text, num_layers)
     mixers = [

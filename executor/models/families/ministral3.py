@@ -1,0 +1,52 @@
+"""Ministral 3: Mistral's shape, with YaRN and queries that grow with positions beyond the trained context."""
+
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    head_dim_of,
+    integer,
+    llama_like,
+    number,
+    optional_integer,
+    rope,
+    rope_section,
+)
+
+ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Of a config that has none."""
+
+
+def build(config: Config) -> ArchSpec:
+    if not rope_section(config):
+        config = config | {"rope_parameters": ROPE}
+    given = rope_section(config)
+    head_dim = head_dim_of(config, None if "head_dim" in config else 128)
+    layer = Positions(rope(config, head_dim, 1_000_000.0), optional_integer(config, "sliding_window"))
+    growth = None
+    if given.get("llama_4_scaling_beta") is not None:
+        growth = integer(given, "original_max_position_embeddings"), number(given, "llama_4_scaling_beta"), 0
+    return llama_like(
+        config,
+        positions=[layer] * integer(config, "num_hidden_layers"),
+        head_dim=head_dim,
+        attention={"query_growth": growth},
+        default_context=262_144,
+    )
+
+
+FAMILY = Family(
+    ("Ministral3ForCausalLM",),
+    build,
+    ignored={"max_position_embeddings": "of the rotation's section: the config's own is read"},
+)
