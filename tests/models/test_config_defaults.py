@@ -13,7 +13,10 @@ from headrace.executor.models.families import families, spec_from_config
 from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.ipc.failure import HeadraceError
 
-FIELDS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping", "final_logit_softcapping")
+FIELDS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("routed_scaling_factor", "sliding_window"),
+)
 NAMED = {"iquestcoder": "IQuestCoderForCausalLM"}
 """What folders name, which transformers loads by another family's class."""
 SCALED = {

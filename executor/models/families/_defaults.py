@@ -25,6 +25,22 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe"),
             5_000_000.0: ("MiniMaxM2",),
         },
+        "routed_scaling_factor": {
+            1.8: ("Glm4MoeLite",),
+            2.0: ("MiniMaxM3VL",),
+            2.446: ("KimiLinear",),
+            2.5: ("DeepseekV3",),
+            6.0: ("LongcatFlash",),
+        },
+        "sliding_window": {
+            128: ("GptOss", "GraniteSWA", "GraniteMoeSWA"),
+            512: ("Gemma3n", "Gemma4"),
+            4096: (
+                *("Cohere2", "Dots1", "Exaone4", "ExaoneMoe", "Gemma2", "Gemma3", "Ministral", "Mistral", "Olmo3"),
+                "VaultGemma",
+            ),
+            8192: ("Cwm",),
+        },
         "attn_logit_softcapping": {50.0: ("Gemma2", "VaultGemma")},
         "final_logit_softcapping": {30.0: ("Gemma2", "VaultGemma")},
     }
