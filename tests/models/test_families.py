@@ -37,6 +37,39 @@ LLAMA3_ROPE = {
 }
 
 
+FALCON = {
+    "hidden_size": 64, "vocab_size": 320, "alibi": False, "bias": False, "layer_norm_epsilon": 1e-5,
+    "num_attention_heads": 4, "num_hidden_layers": 2,
+}  # fmt: skip
+REFINED_WEB = {
+    name: value for name, value in FALCON.items() if name not in ("num_attention_heads", "num_hidden_layers")
+} | {"n_head": 4, "n_layer": 2}
+DEFAULTS_OF_STABLELM = LLAMA | {"layer_norm_eps": 1e-5, "use_qkv_bias": True, "rms_norm_eps": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "today"),
+    [
+        ("RWForCausalLM", REFINED_WEB | {"multi_query": True}, FALCON | {"multi_query": True}),
+        (
+            "RWForCausalLM",
+            REFINED_WEB | {"n_head_kv": 2},
+            FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+        ),
+        (
+            "StableLMEpochForCausalLM",
+            {key: value for key, value in DEFAULTS_OF_STABLELM.items() if key != "layer_norm_eps"}
+            | {"norm_eps": 1e-6, "rope_pct": 0.5},
+            DEFAULTS_OF_STABLELM | {"layer_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
+        ),
+    ],
+)
+def test_an_older_config_is_the_model_of_its_later_name(name: str, old: dict[str, Any], today: dict[str, Any]) -> None:
+    later = {"RWForCausalLM": "FalconForCausalLM", "StableLMEpochForCausalLM": "StableLmForCausalLM"}[name]
+    expected = spec_from_config(today | {"architectures": [later]})
+    assert spec_from_config(old | {"architectures": [name]}) == replace(expected, architecture=name)
+
+
 def test_every_family_of_the_design_is_known() -> None:
     wanted = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "OPT"}
     assert {f"{name}ForCausalLM" for name in wanted} <= families().keys()

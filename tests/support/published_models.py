@@ -39,6 +39,8 @@ class Published:
     has_alibi: bool = False
     """Whether ALiBi replaces the twin's rotary embedding."""
     unit_head: bool = False
+    halved_gates: bool = False
+    """Whether the twin's gates of shared experts are 0, and so their factors one half."""
 
 
 def _twin(name: str, **config: Any) -> TinyModel:
@@ -232,6 +234,43 @@ STEP_NAMES = {
     "mlp.shared_experts": "share_expert",
     "mlp.experts.down_proj": "moe.down_proj.weight",
 }  # fmt: skip
+SHARED = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "qkv_bias": False, "use_sliding_window": False,
+}  # fmt: skip
+SHARED_NAMES = {"mlp.shared_expert.": "mlp.shared_experts."}
+LING_NAMES = {"embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense"}
+
+
+def _shared(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return _plain(config, num_experts_per_tok=3, moe_intermediate_size=32, **more)
+
+
+def _experts_apart(state: State) -> State:
+    """With the matrices of each expert by themselves."""
+    found = State()
+    for name, tensor in state.items():
+        start, stacked, which = name.partition("mlp.experts.")
+        for index in range(len(tensor) if stacked else 0):
+            at = f"{start}{stacked}{index}"
+            if which == "gate_up_proj":
+                gate, up = tensor[index].chunk(2)
+                found |= {f"{at}.gate_proj.weight": gate, f"{at}.up_proj.weight": up}
+            else:
+                found[f"{at}.down_proj.weight"] = tensor[index]
+        if not stacked:
+            found[name] = tensor
+    return found
+
+
+def _with_plain_shared_experts(state: State) -> State:
+    """Without the shared experts' gates, which halve their results in the twin."""
+    kept = {name: tensor for name, tensor in state.items() if ".shared_expert_gate." not in name}
+    return _experts_apart({
+        name: tensor / 2 if name.endswith("shared_expert.down_proj.weight") else tensor for name, tensor in kept.items()
+    })  # fmt: skip
+
+
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -299,13 +338,48 @@ PUBLISHED: dict[str, Published] = {
         _step, _of_step,
     ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
+    "deepseek": Published(
+        "DeepseekForCausalLM", _twin("Qwen2Moe", **SHARED, norm_topk_prob=False, mlp_only_layers=[0]), SHARED_NAMES,
+        lambda config: _shared(config, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
+                               norm_topk_prob=False, moe_layer_freq=1, scoring_func="softmax"),
+        _with_plain_shared_experts, halved_gates=True,
+    ),
+    "bailing_moe": Published(
+        "BailingMoeForCausalLM", _twin("Qwen2Moe", **SHARED, norm_topk_prob=True, num_key_value_heads=2),
+        SHARED_NAMES | LING_NAMES,
+        lambda config: _shared(config, num_experts=8, num_shared_experts=2, norm_topk_prob=True, norm_head=False,
+                               first_k_dense_replace=0),
+        lambda state: _with_plain_shared_experts(_fused("attention.query_key_value", 1)(state)), halved_gates=True,
+    ),
+    "bailing_moe_v2": Published(
+        "BailingMoeV2ForCausalLM",
+        _twin("Glm4Moe", num_key_value_heads=2, head_dim=16, use_qk_norm=True, moe_intermediate_size=32,
+              n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
+              num_experts_per_tok=3, routed_scaling_factor=1.5, norm_topk_prob=True),
+        LING_NAMES | {"self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+                      "e_score_correction_bias": "expert_bias"},
+        lambda config: _plain(
+            config, head_dim=16, moe_intermediate_size=32, num_experts=8, num_shared_experts=1, n_group=4,
+            topk_group=2, first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=1.5,
+            partial_rotary_factor=0.5, use_qk_norm=True, score_function="sigmoid", use_qkv_bias=False),
+        lambda state: _experts_apart(_fused("attention.query_key_value", 1)(state)),
+    ),
+    "yi": Published(
+        "YiForCausalLM", _twin("Llama", num_key_value_heads=2),
+        {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}, _plain,
+    ),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
 }  # fmt: skip
 
 
 def twin_of(name: str) -> Any:
     """The twin, a model of transformers."""
-    return tiny_models.make(PUBLISHED[name].twin)
+    model = tiny_models.make(PUBLISHED[name].twin)
+    if PUBLISHED[name].halved_gates:
+        for stem, parameter in model.named_parameters():
+            if ".shared_expert_gate." in stem:
+                parameter.data.zero_()
+    return model
 
 
 def config_of(name: str) -> dict[str, Any]:

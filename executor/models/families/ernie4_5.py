@@ -20,4 +20,4 @@ def build(config: Config) -> ArchSpec:
 
 
 ASSUMES: Mapping[str, tuple[Any, ...]] = {"compression_ratio": (1.0,), "use_rmsnorm": (True,)}
-FAMILY = Family(("Ernie4_5ForCausalLM",), build, assumes=ASSUMES)
+FAMILY = Family(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), build, assumes=ASSUMES)

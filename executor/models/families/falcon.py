@@ -12,6 +12,7 @@ from headrace.executor.models.families._config import (
     integer,
     layer_norm,
     llama_like,
+    optional_integer,
     plain,
 )
 
@@ -32,7 +33,9 @@ NAMES = WeightNames(
 def build(config: Config) -> ArchSpec:
     config = config.renamed(num_attention_heads="n_head", num_hidden_layers="n_layer")
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
-    is_new = flag(config, "new_decoder_architecture", False)
+    own_groups = optional_integer(config, "n_head_kv")  # in RefinedWeb's configs, before the architecture had a name
+    config = config.renamed(num_kv_heads="n_head_kv")
+    is_new = flag(config, "new_decoder_architecture", own_groups is not None)
     if is_new:
         groups = integer(config, "num_kv_heads", num_heads)
     else:
@@ -65,7 +68,7 @@ def build(config: Config) -> ArchSpec:
 
 
 FAMILY = Family(
-    ("FalconForCausalLM",),
+    ("FalconForCausalLM", "RWForCausalLM"),
     build,
     ignored={
         "multi_query": "of the old decoder architecture",

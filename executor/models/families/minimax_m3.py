@@ -132,7 +132,7 @@ def _kinds(
 
 
 FAMILY = Family(
-    ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", CONVERTED),
+    ("MiniMaxM3ForCausalLM", "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", CONVERTED),
     build,
     ignored={
         "hidden_act": "the clamped activation takes its place",

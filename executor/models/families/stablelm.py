@@ -9,8 +9,11 @@ def build(config: Config) -> ArchSpec:
     if flag(config, "qk_layernorm", False):
         raise NotNativeError("the config's qk_layernorm is true, and norms that differ by head are not supported")
     is_parallel = flag(config, "use_parallel_residual", False)
+    config = {"partial_rotary_factor": 0.25} | config.renamed(
+        partial_rotary_factor="rope_pct", layer_norm_eps="norm_eps"
+    )
     return llama_like(
-        {"partial_rotary_factor": 0.25} | config.renamed(partial_rotary_factor="rope_pct"),
+        config,
         attention={"bias": flag(config, "use_qkv_bias", False)},
         default_context=4096,
         norm=layer_norm(config),
@@ -19,4 +22,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("StableLmForCausalLM",), build, assumes={"rotary_scaling_factor": (1.0,)})
+FAMILY = Family(("StableLmForCausalLM", "StableLMEpochForCausalLM"), build, assumes={"rotary_scaling_factor": (1.0,)})
