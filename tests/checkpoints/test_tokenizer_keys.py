@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,25 +25,30 @@ from transformers import GenerationConfig
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.generation_keys import IDLE, UNSET
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.sources.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.tokenizers import sentencepiece_files
 from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
 from headrace.executor.checkpoints.tokenizers.tokenizer_keys import (
     GGUF,
     GGUF_BESIDE,
+    GGUF_TYPES,
     NOT_IN_BPE,
     NOT_IN_SENTENCEPIECE,
+    NOT_IN_WORD_PIECE,
     OF_TRAINING,
+    OF_WORD_PIECE,
     READ,
     SENTENCEPIECE,
     TOKENIZER_CONFIG,
 )
 from headrace.frontend.text import tokenizer as frontend
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, ModelError
 
 Place = tuple[str | int, ...]
 READ_TEXTS = (
     *TEXTS, "  a  b ", "a</s> b<s>  c", "<|tool|> x <|tool|>", "x<think>y", "<|pad|>z", "<|a|><|b|>", "the waterwheel",
-    "a <think> b", "a <|a|> b", "a <|c|> b",
+    "a <think> b", "a <|a|> b", "a <|c|> b", "thé",
 )  # fmt: skip
 FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 CONFIG = {
@@ -370,6 +376,15 @@ def unigram() -> dict[str, Any]:
     return {**held, **ggml(model="t5", scores=scores, precompiled_charsmap=charsmap(), remove_extra_whitespaces=False)}
 
 
+def word_pieces() -> dict[str, Any]:
+    """The same of BERT's, in a vocabulary without capitals, of whose letters one has an accent."""
+    held = pieces()
+    tokens = [each.replace("<0x41>", "é").lower() for each in held["tokenizer.ggml.tokens"]]
+    types = [1 if each == 6 else each for each in held["tokenizer.ggml.token_type"]]
+    flags = {"tokenizer.ggml.normalizer.lowercase": True, "tokenizer.ggml.normalizer.strip_accents": True}
+    return {**held, **ggml(model="bert", tokens=tokens, token_type=types), **flags}
+
+
 def charsmap() -> bytes:
     """SentencePiece's map of characters for one rule, that T becomes t."""
     with TemporaryDirectory() as folder:
@@ -400,7 +415,7 @@ def of_other_type(key: str, value: Any) -> list[Any]:
     return [each for each in others(value) if each is not None]
 
 
-@pytest.mark.parametrize("make", [byte_level, pieces, unigram])
+@pytest.mark.parametrize("make", [byte_level, pieces, unigram, word_pieces])
 def test_each_key_of_a_gguf_tokenizer_counts_or_is_known_not_to(
     make: Callable[[], dict[str, Any]], tmp_path: Path, private_cache: Path
 ) -> None:
@@ -412,7 +427,7 @@ def test_each_key_of_a_gguf_tokenizer_counts_or_is_known_not_to(
 
     expected = read(metadata)
     assert not isinstance(expected, str), expected
-    not_in = {byte_level: NOT_IN_BPE, pieces: NOT_IN_SENTENCEPIECE, unigram: {}}[make]
+    not_in = {byte_level: NOT_IN_BPE, pieces: NOT_IN_SENTENCEPIECE, unigram: OF_WORD_PIECE}.get(make, NOT_IN_WORD_PIECE)
     for key, value in metadata.items():
         values = [{**metadata, key: other} for other in of_other_type(key, value)]
         values.append({name: each for name, each in metadata.items() if name != key})
@@ -422,6 +437,48 @@ def test_each_key_of_a_gguf_tokenizer_counts_or_is_known_not_to(
             reason = NOT_IN_SENTENCEPIECE[name]
         differs = [read(each) != expected for each in values]
         assert any(differs) != bool(reason), f"{name}: {reason!r} {differs}"
+
+
+def test_case_and_accents_of_word_pieces_are_as_the_file_says(tmp_path: Path) -> None:
+    """Where it does not say of accents they go with capitals, and where it says nothing the vocabulary decides."""
+    model = tiny_models.build("llama", vocab_size=512, num_hidden_layers=1)
+    said = {f"tokenizer.ggml.normalizer.{name}": None for name in ("lowercase", "strip_accents")}
+    held = {key: value for key, value in word_pieces().items() if key not in said}
+
+    def normalised(lowercase: bool | None, strip_accents: bool | None) -> str:
+        flags = dict(zip(said, (lowercase, strip_accents), strict=True))
+        given = held | {key: value for key, value in flags.items() if value is not None}
+        json_text = gguf_bundle(GGUFHeader(save_gguf(model, tmp_path / "m.gguf", tokenizer=given))).tokenizer_json
+        text: str = Tokenizer.from_buffer(json_text).normalizer.normalize_str("Thé")
+        return text
+
+    assert [normalised(None, None), normalised(False, None), normalised(True, None)] == ["the", "Thé", "the"]
+    assert [normalised(True, False), normalised(False, True), normalised(None, False)] == ["thé", "The", "thé"]
+
+
+WRONG: Mapping[str, list[Any]] = {
+    "true or false": ["false", 0, 1.5, [True, True], ["a"]],
+    "a whole number": ["1", True, 1.5, [1, 2], ["a"]],
+    "a text": [True, 1, 1.5, [1, 2], ["a"]],
+    "a list of texts": ["ab", True, 1, [1, 2]],
+    "a list of whole numbers": ["ab", True, 1, [0.5, 1.5], ["a"]],
+    "a list of numbers": ["ab", True, 1.5, ["a"]],
+}
+"""Values of other types than those of `GGUF_TYPES`."""
+
+
+@pytest.mark.parametrize("make", [byte_level, pieces, unigram, word_pieces])
+def test_a_value_of_another_type_in_a_gguf_tokenizer_is_refused(
+    make: Callable[[], dict[str, Any]], tmp_path: Path, private_cache: Path
+) -> None:
+    """A text "false" is true to Python, and a number where an id should stand would be passed over."""
+    model = tiny_models.build("llama", vocab_size=512, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
+    for key in make():
+        name = key.removeprefix("tokenizer.").removeprefix("ggml.").removesuffix(".tool_use")
+        for other in WRONG.get(GGUF_TYPES.get(name, ""), []):
+            path = save_gguf(model, tmp_path / "m.gguf", tokenizer={**make(), key: other})
+            with pytest.raises(ModelError, match=rf"({re.escape(key)}|eos_token_id) is .* expected"):
+                bundle_of(path)
 
 
 def test_every_key_of_the_format_is_known() -> None:

@@ -235,6 +235,8 @@ def _write(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     else:
         writer.add_array(key, value)
 

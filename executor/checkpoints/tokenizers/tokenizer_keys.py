@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
+import numpy as np
+
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, StringArray, shown
 from headrace.ipc.failure import ModelError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ GGUF: Keys = MappingProxyType(
     | keys(
         OF_INFILLING, *(f"{part}_token_id" for part in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle"))
     )
-    | keys(OF_ENCODERS, "token_type_count", "add_sep_token", "normalizer.lowercase", "normalizer.strip_accents")
+    | keys(READ, "normalizer.lowercase", "normalizer.strip_accents")
+    | keys(OF_ENCODERS, "token_type_count", "add_sep_token")
     | keys("an older name of the tokens that token_type marks", "added_tokens")
 )
 """Keys of a GGUF file, without `tokenizer.ggml.`."""
@@ -81,16 +84,37 @@ GGUF_BESIDE: Keys = MappingProxyType(
     }
 )
 """Keys without `tokenizer.`."""
+OF_WORD_PIECE: Keys = MappingProxyType(
+    keys("llama.cpp reads it for WordPiece vocabularies alone", "normalizer.lowercase", "normalizer.strip_accents")
+)
 NOT_IN_BPE: Keys = MappingProxyType(
     keys(
         "llama.cpp reads it for SentencePiece vocabularies alone",
         *("scores", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"),
     )
+    | {**OF_WORD_PIECE}
+)
+NOT_IN_WORD_PIECE: Keys = MappingProxyType(
+    {name: reason for name, reason in NOT_IN_BPE.items() if name not in OF_WORD_PIECE}
+    | keys("llama.cpp reads it for byte-level vocabularies alone", "merges", "pre")
+    | keys("its texts always have both ends, as its models are trained", "add_bos_token", "add_eos_token")
 )
 NOT_IN_SENTENCEPIECE: Keys = MappingProxyType(
-    keys("llama.cpp reads it for byte-level vocabularies alone", "merges", "pre")
+    {**OF_WORD_PIECE}
+    | keys("llama.cpp reads it for byte-level vocabularies alone", "merges", "pre")
     | keys("llama.cpp reads it for unigram vocabularies alone", "remove_extra_whitespaces", "precompiled_charsmap")
 )
+
+FLAGS = ("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces")
+GGUF_TYPES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys((*FLAGS, "normalizer.lowercase", "normalizer.strip_accents"), "true or false")
+    | dict.fromkeys((name for name in GGUF if name.endswith("_token_id")), "a whole number")
+    | dict.fromkeys(("model", "pre", "chat_template"), "a text")
+    | dict.fromkeys(("tokens", "merges"), "a list of texts")
+    | dict.fromkeys(("token_type", "eos_token_ids"), "a list of whole numbers")
+    | {"scores": "a list of numbers"}
+)
+"""What the value of a GGUF file's key must be, as in llama.cpp; the same names as above."""
 
 SENTENCEPIECE: Keys = MappingProxyType(
     keys(READ, *(f"trainer_spec.{name}" for name in ("model_type", "byte_fallback", "treat_whitespace_as_suffix")))
@@ -118,7 +142,8 @@ def check_tokenizer_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_gguf_keys(header: GGUFHeader) -> None:
-    """Raises ModelError for keys of a tokenizer that are not known, and for tokens that must never be written."""
+    """Raises ModelError for keys of a tokenizer that are not known or have a value of another type, and for tokens that
+    must never be written."""
     for key, value in header.metadata.items():
         if not key.startswith("tokenizer."):
             continue
@@ -131,3 +156,20 @@ def check_gguf_keys(header: GGUFHeader) -> None:
                 f"{header.path} has {key}, which is not known and may change what its tokenizer does",
                 hint="--tokenizer names another one",
             )
+        wanted = GGUF_TYPES.get("chat_template" if name.startswith("chat_template.") else name.removeprefix("ggml."))
+        if wanted not in (None, _type_of(value)) and (wanted, _type_of(value)) not in TAKEN_AS:
+            raise ModelError(f"{header.path}: the metadata key {key} is {shown(value)}; {wanted} is expected")
+
+
+TAKEN_AS = (("a list of numbers", "a list of whole numbers"),)
+
+
+def _type_of(value: Any) -> str:
+    """The type of a metadata value, in the words of `GGUF_TYPES`."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, StringArray):
+        return "a list of texts"
+    if isinstance(value, np.ndarray):
+        return "a list of whole numbers" if value.dtype.kind in "iu" else "a list of numbers"
+    return {str: "a text", int: "a whole number"}.get(type(value), "a number")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, StringArray
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, shown
 from headrace.executor.models.families._config import LARGEST
 from headrace.ipc.failure import ModelError
 
@@ -109,9 +109,9 @@ class Fields:
         if value is None:
             raise ModelError(f"{self.header.path} lacks the metadata key {name}")
         if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
-            shown = f"an array of {len(value)}" if isinstance(value, np.ndarray | StringArray) else repr(value)
             expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ModelError(f"{self.header.path}: the metadata key {name} is {shown}; a single {expected} is expected")
+            said = f"the metadata key {name} is {shown(value)}; a single {expected} is expected"
+            raise ModelError(f"{self.header.path}: {said}")
         return value
 
     def _stored(self, key: str) -> Any:

@@ -97,6 +97,11 @@ class StringArray:
         return (item.decode("utf-8", errors="replace") for item in self.raw())
 
 
+def shown(value: Any) -> str:
+    """A metadata value for an error's text."""
+    return f"an array of {len(value)}" if isinstance(value, np.ndarray | StringArray) else f"{value!r:.80}"
+
+
 class GGUFHeader:
     """Metadata by key, and tensors by name. Raises ModelError if the file is not a complete GGUF file."""
 

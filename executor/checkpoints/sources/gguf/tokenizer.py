@@ -153,20 +153,24 @@ WORD_START = "\u2581"
 
 
 def _word_piece(header: GGUFHeader, texts: list[str], special: Mapping[str, str]) -> str:
-    """The tokenizer.json of BERT's WordPiece. A vocabulary without capitals is one of texts in lower case."""
+    """The tokenizer.json of BERT's WordPiece. Where the file does not say, a vocabulary without capitals is one of
+    texts in lower case, and accents are removed from these alone."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    types, vocabulary, has_capitals = token_types(header, texts), dict[str, int](), False
+    types, vocabulary, has_capitals, named = token_types(header, texts), dict[str, int](), False, list[str]()
     for index, (text, kind) in enumerate(zip(texts, types, strict=True)):
-        if kind not in (CONTROL, UNKNOWN):
+        if kind in (CONTROL, UNKNOWN) or text in special.values():  # which files without types name alone
+            named.append(text)
+        else:
             has_capitals |= kind == NORMAL and text != text.lower()
             text = text.removeprefix(WORD_START) if text.startswith(WORD_START) else f"##{text}"
         vocabulary.setdefault(text, index)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special.get("unk_token", "[UNK]")))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not has_capitals)
+    lowercase = header.metadata.get(f"{KEY}normalizer.lowercase", not has_capitals)
+    strip_accents = header.metadata.get(f"{KEY}normalizer.strip_accents", lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    named = [text for text, kind in zip(texts, types, strict=True) if kind in (CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in named])
     _put_ends_of_encoder(tokenizer, header, special, is_doubled=False)
     json_text: str = tokenizer.to_str()
