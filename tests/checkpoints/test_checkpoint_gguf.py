@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -145,6 +146,33 @@ def test_a_split_model_is_read_whole_and_a_missing_part_is_named(tmp_path: Path)
     np.testing.assert_array_equal(weights.get("lm_head.weight").numpy(), random_matrix(4, 4, 1))
     with pytest.raises(ModelError, match="give the first"):
         GGUFFile(second)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"tensors": ["token_embd.weight"]}, "has the tensor token_embd.weight, which another part of .* has too"),
+        ({"split.no": 0}, "m-00002-of-00002.gguf is no part of .*: its metadata key split.no is 0; 1 is expected"),
+        ({"split.count": 3}, "its metadata key split.count is 3; 2 is expected"),
+        (
+            {"tensors": ["output_norm.weight"]},
+            "have 2 tensors, and by the metadata key split.tensors.count there are 3",
+        ),
+    ],
+)
+def test_parts_of_different_models_are_not_put_together(second: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """As after a file was fetched again, copied under the wrong name or cut in parts anew."""
+    own: dict[str, Any] = {"tensors": ["output.weight", "output_norm.weight"]}
+    parts: list[dict[str, Any]] = [{"tensors": ["token_embd.weight"]}, own | second]
+    for index, given in enumerate(parts):
+        writer = gguf.GGUFWriter(tmp_path / f"m-0000{index + 1}-of-00002.gguf", "llama")
+        for key, value in {"split.no": index, "split.count": 2, "split.tensors.count": 3}.items():
+            writer.add_uint16(key, given.get(key, value))
+        for tensor in given["tensors"]:
+            writer.add_tensor(tensor, random_matrix(4, 4, index))
+        finish(writer, tmp_path / f"m-0000{index + 1}-of-00002.gguf")
+    with pytest.raises(ModelError, match=message):
+        GGUFFile(tmp_path / "m-00001-of-00002.gguf")
 
 
 def tiny_file(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder
 from headrace.executor.checkpoints.sources.gguf.config import architecture_of, config_from_gguf, sampling_from_gguf
 from headrace.executor.checkpoints.sources.gguf.encoders import YES_NO_SCORE, pooling_of
-from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord, shown
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
 from headrace.executor.checkpoints.sources.gguf.split_latent import joined_latent
@@ -43,9 +43,30 @@ class GGUFFile:
         self.tensors: dict[str, TensorRecord] = dict(self.header.tensors)
         others = _other_parts(self.header)
         self.files = [path, *others]
-        for other in others:
-            self.tensors |= GGUFHeader(other).tensors
+        for index, other in enumerate(others, 1):
+            self._add_part(GGUFHeader(other), index)
+        self._check_count()
         self.header.tensors = self.tensors
+
+    def _add_part(self, part: GGUFHeader, index: int) -> None:
+        """Raises ModelError for a file of another model's parts, or another part of this one."""
+        for key, expected in (("split.no", index), ("split.count", self.header.metadata["split.count"])):
+            if part.metadata.get(key, expected) != expected:
+                raise ModelError(
+                    f"{part.path} is no part of {self.path}: its metadata key {key} is {shown(part.metadata[key])}; "
+                    f"{expected} is expected"
+                )
+        if twice := sorted(part.tensors.keys() & self.tensors.keys()):
+            raise ModelError(f"{part.path} has the tensor {twice[0]}, which another part of {self.path} has too")
+        self.tensors |= part.tensors
+
+    def _check_count(self) -> None:
+        expected = self.header.metadata.get("split.tensors.count", len(self.tensors))
+        if len(self.files) > 1 and expected != len(self.tensors):
+            raise ModelError(
+                f"{self.path} and the other parts have {len(self.tensors)} tensors, and by the metadata key "
+                f"split.tensors.count there are {shown(expected)}; fetch them again"
+            )
 
     @cached_property
     def config(self) -> dict[str, Any]:
