@@ -73,7 +73,8 @@ OF_SERVERS = (
     *("enable_response_messages", "include_reasoning", "prompt_embeds", "watermarking", "guided_json"),
     *("guided_regex", "structured_outputs", "lora", "lora_adapter", "banned_tokens", "banned_strings"),
     *("custom_token_bans", "bad_words_ids", "suppress_tokens", "guidance_scale", "negative_prompt", "num_beams"),
-    *("no_repeat_ngram_size", "force_words_ids", "forced_eos_token_id"),
+    *("no_repeat_ngram_size", "force_words_ids", "forced_eos_token_id", "prompt_token_ids", "token_ids", "video"),
+    *("cfg_scale", "ban_eos_token", "character", "instruction_template", "instruction_template_str", "text_format"),
 )
 """Fields of other servers' APIs and of vLLM's, as their documentation has them."""
 

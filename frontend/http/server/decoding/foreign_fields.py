@@ -271,7 +271,9 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         **dict.fromkeys(("lora_name", "lora_path", "lora_id", "lora_request", "loras"), (_ADAPTER, ("", []))),
         **dict.fromkeys(("lora", "lora_adapter", "lora_adapters", "peft_config"), (_ADAPTER, ("", [], {}))),
         **dict.fromkeys(("images", "image", "image_data", "image_url", "image_urls"), (_TEXT, ("", []))),
-        **dict.fromkeys(("audio_data", "video_data", "videos", "multi_modal_data", "mm_data"), (_TEXT, ([], {}))),
+        **dict.fromkeys(
+            ("audio_data", "video", "video_data", "videos", "multi_modal_data", "mm_data"), (_TEXT, ([], {}))
+        ),
         **dict.fromkeys(("files", "file_ids", "attachments", "input_embeds", "input_embeddings"), (_TEXT, ([],))),
         **dict.fromkeys(("plugins", "web_search", "search_options", "search_parameters"), (_HOSTED, ([], {}, False))),
         **dict.fromkeys(("enable_search", "tool_resources", "guardrails"), (_HOSTED, ([], {}, False))),
@@ -281,6 +283,8 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         **dict.fromkeys(("suffix", "input_prefix", "input_suffix"), ("filling in the middle is not supported", ("",))),
         "input_extra": ("filling in the middle is not supported", ([],)),
         "input_ids": ("token ids are given as the prompt of a completion", ()),
+        "prompt_token_ids": ("token ids are given as the prompt of a completion", ()),
+        "token_ids": ("token ids are given as the prompt of a completion", ()),
         "inputs": ("the text is given as prompt, or as messages", ()),
         "parameters": ("its fields are given in the body itself", ({},)),
         "sampling_params": ("its fields are given in the body itself", ({},)),
@@ -300,8 +304,12 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         **dict.fromkeys(
             ("force_words_ids", "forced_bos_token_id", "forced_eos_token_id"), ("use structured_outputs", ([], -1))
         ),
-        "guidance_scale": ("answers are not steered by a second prompt", (0, 1)),
+        **dict.fromkeys(("guidance_scale", "cfg_scale"), ("answers are not steered by a second prompt", (0, 1))),
         "negative_prompt": ("answers are not steered by a second prompt", ("",)),
+        "ban_eos_token": ("use ignore_eos", (False,)),
+        "character": ("give a message of the role system", ("",)),
+        **dict.fromkeys(("instruction_template", "instruction_template_str"), ("use chat_template", ("",))),
+        "text_format": ("an argument of OpenAI's Python client; it sends the schema in text.format", ()),
         "num_beams": ("use use_beam_search with n", (1,)),
         "no_repeat_ngram_size": ("use repetition_penalty or repetition_detection", (0,)),
         "stop_regex": ("outputs end at texts: use stop", ([], "")),
