@@ -30,6 +30,7 @@ from headrace.core.schedule.features.chosen import attached_kinds
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
 from headrace.ipc.adapters import Adapters
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
@@ -309,7 +310,7 @@ def load_executor(options: Options) -> Executor:
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
         executor: Executor = getattr(import_users_module(module), name)(options)
     except (ImportError, AttributeError) as error:
-        hint = "in Headrace's clone, pip install '.[engine]' installs what runs models" if backend in EXECUTORS else ""
+        hint = f"what runs models: {how_to_install('engine')}" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
 

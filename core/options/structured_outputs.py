@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import OptionError
 
 BACKENDS: Mapping[str, tuple[str, ...]] = {
@@ -61,7 +62,7 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     if lacking:
         raise OptionError(
             f"structured_outputs_config has backend={backend!r}, and {lacking[0]} is not installed; "
-            f"in Headrace's clone, pip install '.[{EXTRAS[lacking[0]]}]'"
+            f"{how_to_install(EXTRAS[lacking[0]])}"
         )
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
     for name, value in values.items():

@@ -23,7 +23,7 @@ from headrace.core.options.parsing import OptionParser, add_options, options_fro
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child import START_GRACE_S
 from headrace.core.process.child_output import LoadBar
-from headrace.core.process.installed import CLIENT_ALONE
+from headrace.core.process.installed import client_alone
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Interrupt, OptionError, let_interrupts_pass
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -56,7 +56,7 @@ try:
     from headrace.core.engine.engine import EngineCore, check_node_rank
     from headrace.core.engine.zmq_port import ZmqPort
 except ModuleNotFoundError as missing:
-    sys.exit(f"engine-core: {CLIENT_ALONE.format(missing=missing.name)}")
+    sys.exit(f"engine-core: {client_alone(str(missing.name))}")
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70

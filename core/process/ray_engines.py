@@ -30,6 +30,7 @@ import msgspec
 from headrace.core.coordinator.program import Coordinator
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child import START_GRACE_S, OnExit, OnProgress, OnTokenizer, start_engine
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
@@ -56,10 +57,7 @@ def load_ray(option: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise OptionError(
-            f"{option}=ray needs the package ray ({error}): pip install ray, or, in Headrace's clone, "
-            "pip install '.[ray]'"
-        ) from error
+        raise OptionError(f"{option}=ray needs the package ray ({error}): {how_to_install('ray')}") from error
     return ray
 
 

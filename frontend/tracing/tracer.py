@@ -35,6 +35,7 @@ from headrace.frontend.client.request import RequestStream
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.tracing.options import details_of
 from headrace.ipc.codec import Tensor
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import NUM_STEP_TIMES
 
@@ -378,6 +379,4 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _missing(error: ImportError) -> OptionError:
-    return OptionError(
-        f"otlp_traces_endpoint needs OpenTelemetry: in Headrace's clone, pip install '.[otel]' ({error})"
-    )
+    return OptionError(f"otlp_traces_endpoint needs OpenTelemetry: {how_to_install('otel')} ({error})")

@@ -27,7 +27,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
 ) -> None:
     absent = {load_format: replace(LIBRARIES[load_format], package="not_a_package")}
     monkeypatch.setattr("headrace.executor.checkpoints.sources.library_readers.LIBRARIES", absent)
-    expected = rf"needs not_a_package, which is not installed: in Headrace's clone, pip install '\.\[{load_format}\]'"
+    expected = rf"needs not_a_package, which is not installed: pip install .*\[{load_format}\]'"
     with pytest.raises(OptionError, match=expected):
         open_checkpoint(parse_options(model=str(tmp_path), load_format=load_format))
 

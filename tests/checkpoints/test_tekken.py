@@ -129,7 +129,7 @@ def test_what_the_mode_lacks_is_named(tmp_path: Path, private_cache: Path, monke
         load(tmp_path, "mistral")
     save_tekken(tmp_path)
     monkeypatch.setattr(mistral, "LIBRARY", "not_a_package")
-    with pytest.raises(OptionError, match=r"not_a_package, .* in Headrace's clone, pip install '\.\[mistral\]'"):
+    with pytest.raises(OptionError, match=r"not_a_package, .* pip install .*\[mistral\]'"):
         load(tmp_path, "mistral")
     assert load(tmp_path).chat_template_names == (), "auto does without"
     with pytest.raises(OptionError, match="tokenizer_mode=slow: the fast tokenizer is the only kind"):

@@ -468,7 +468,5 @@ def test_what_xgrammar_refuses_llguidance_follows_where_it_may(folder: str, capl
 
 def test_a_library_that_is_not_installed_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(
-        OptionError, match=r"xgrammar is not installed; in Headrace's clone, pip install '\.\[xgrammar\]'"
-    ):
+    with pytest.raises(OptionError, match=r"xgrammar is not installed; pip install .*\[xgrammar\]'"):
         structured_outputs_of({"backend": "xgrammar"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.executor.checkpoints.hub.sources import HubLibrary, first_line
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ class ModelScope(HubLibrary):
     def __init__(self) -> None:
         """Raises OptionError where the library is not installed."""
         if util.find_spec("modelscope") is None:
-            raise OptionError(
-                f"{USE} needs modelscope, which is not installed: in Headrace's clone, pip install '.[modelscope]'"
-            )
+            raise OptionError(f"{USE} needs modelscope, which is not installed: {how_to_install('modelscope')}")
 
     def listing(self, repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
         from modelscope.hub.api import HubApi

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.weights import WeightSource
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import ModelError, OptionError
 
 
@@ -68,8 +69,7 @@ def require(package: str, load_format: str) -> None:
     """Raises OptionError, with the command that installs it, if a package that a load format needs is missing."""
     if util.find_spec(package) is None:
         raise OptionError(
-            f"load_format={load_format} needs {package}, which is not installed: "
-            f"in Headrace's clone, pip install '.[{load_format}]'"
+            f"load_format={load_format} needs {package}, which is not installed: {how_to_install(load_format)}"
         )
 
 

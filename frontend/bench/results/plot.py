@@ -17,6 +17,7 @@ from headrace.frontend.bench.commands import PLOT_FORMATS
 from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.compare import compare, measures, token_times_s
 from headrace.frontend.bench.results.metrics import number
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import OptionError
 
 COLOURS = (
@@ -25,7 +26,6 @@ COLOURS = (
 )
 """Distinguishable on a screen and in print. A result has the same colour in every panel."""
 NUM_BINS = 60
-_MISSING = "plots need matplotlib, which is not installed: in Headrace's clone, pip install '.[bench]'"
 
 
 class Named(NamedTuple):
@@ -68,10 +68,14 @@ def load_named(paths: Sequence[str]) -> list[Named]:
     return [Named(name, record) for name, (_, record) in zip(names, found, strict=True)]
 
 
+def _missing() -> str:
+    return f"plots need matplotlib, which is not installed: {how_to_install('bench')}"
+
+
 def check_drawable() -> None:
     """Raises OptionError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError(_MISSING)
+        raise OptionError(_missing())
 
 
 def draw(results: Sequence[Named]) -> Any:
@@ -79,7 +83,7 @@ def draw(results: Sequence[Named]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise OptionError(_MISSING) from None
+        raise OptionError(_missing()) from None
     kind = results[0].record["benchmark"]
     painters: dict[str, tuple[Callable[..., None], tuple[int, int]]] = {
         "serve": (_paint_serve, (2, 2)),

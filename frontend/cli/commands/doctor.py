@@ -63,7 +63,7 @@ def _installed() -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
     import headrace
-    from headrace.core.process.installed import CLIENT_ALONE
+    from headrace.core.process.installed import client_alone
 
     yield Finding("headrace", "ok", f"{headrace.__version__} on Python {platform.python_version()}")
     found, missing = [], []
@@ -73,7 +73,7 @@ def _installed() -> Iterator[Finding]:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        yield Finding("engine", "fails", CLIENT_ALONE.format(missing=", ".join(missing)))
+        yield Finding("engine", "fails", client_alone(", ".join(missing)))
     else:
         yield Finding("engine", "ok", ", ".join(found))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.executor.checkpoints.checkpoint import read_bytes
 from headrace.executor.checkpoints.tokenizers.converted_tokenizers import cached_bundle, is_installed
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.process.regular_files import is_there
@@ -25,10 +26,7 @@ _SENTENCEPIECE = re.compile(r"tokenizer(?:\.mm)?\.model(?:\.v(\d+)(?:m\d+)?)?")
 def check_installed() -> None:
     """Raises OptionError if the library that generates chat templates is not installed."""
     if not is_installed(LIBRARY):
-        raise OptionError(
-            f"tokenizer_mode=mistral needs {LIBRARY}, which is not installed: "
-            f"in Headrace's clone, pip install '.[{EXTRA}]'"
-        )
+        raise OptionError(f"tokenizer_mode=mistral needs {LIBRARY}, which is not installed: {how_to_install(EXTRA)}")
 
 
 def tokenizer_file(folder: Path) -> Path | None:
