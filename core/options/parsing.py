@@ -225,8 +225,9 @@ class OptionParser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             return f"unexpected argument {argument}"
         name = argument.partition("=")[0]
-        close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
-        meant = f"--{close.replace('_', '-')}" if close else ""
+        visible = {known.lstrip("-").replace("-", "_"): known for known in self._visible_options()}
+        close = nearest(name.lstrip("-"), list(visible))
+        meant = visible[close] if close else ""
         if meant == name:  # another command has an option of this name
             return f"{name} is no option of this command, but of another"
         return f"unknown option {name}" + (f"; did you mean {meant}?" if meant else "")

@@ -55,7 +55,7 @@ def nginx_conf(ports: tuple[int, int], port: int) -> str:
         assert f"10.0.0.{number}:8000" in text
         text = text.replace(f"10.0.0.{number}:8000", f"127.0.0.1:{each}")
     assert "listen 8080;" in text
-    return in_folder(text.replace("listen 8080;", f"listen 127.0.0.1:{port};").replace("auto;", "1;"))
+    return text.replace("listen 8080;", f"listen 127.0.0.1:{port};").replace("auto;", "1;")
 
 
 def plain_conf(ports: tuple[int, int], port: int) -> str:

@@ -273,6 +273,7 @@ def test_tls(tmp_path):
         (("--root-path", "api"), "must begin with /"),
         (("--metrics-prefix", "a-b"), "letters"),
         (("--max-body-byte", "1"), "did you mean --max-body-bytes"),
+        (("--dp", "2"), "unknown option --dp; did you mean -dp?"),
         (("--port", "99999"), "65,535"),
         (("--config", "nothing.yaml"), "the config file nothing.yaml cannot be read"),
     ],
