@@ -1,11 +1,11 @@
 """A closed loop of streaming requests to an OpenAI-compatible /v1/completions: the client of `http_overhead.py`.
 
-    python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS [BODY]
+    python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS [BODY [HEADERS]]
 
 Each of STREAMS connections sends one request after another, with a prompt of random token ids, greedy, always of
 OUTPUT_TOKENS, until REQUESTS are done. With a BODY (JSON), these are chat completions with its fields in place of a
-prompt. Prints one JSON line: rates, and percentiles of the time to the first event and between events. Needs aiohttp.
-On a machine shared with the server, the client's own time per event matters.
+prompt; HEADERS (JSON) go with each request. Prints one JSON line: rates, and percentiles of the time to the first event
+and between events. Needs aiohttp. On a machine shared with the server, the client's own time per event matters.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ async def run(
     prompt_tokens: int,
     output_tokens: int,
     body: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Any:
     numbers = random.Random(0)
     prompts = [[numbers.randrange(1000, 40000) for _ in range(prompt_tokens)] for _ in range(requests)]
     load = Load(url, model, iter(prompts), output_tokens, body)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         began_s = time.perf_counter()
         await asyncio.gather(*(load.connection(session) for _ in range(streams)))
         seconds = time.perf_counter() - began_s
@@ -106,5 +107,5 @@ async def run(
 if __name__ == "__main__":
     url, model, *numbers = sys.argv[1:7]
     num_streams, num_requests, num_prompt, num_output = map(int, numbers)
-    body = json.loads(sys.argv[7]) if len(sys.argv) > 7 else None
-    print(json.dumps(asyncio.run(run(url, model, num_streams, num_requests, num_prompt, num_output, body))))
+    body, headers = (json.loads(sys.argv[at]) if len(sys.argv) > at else None for at in (7, 8))
+    print(json.dumps(asyncio.run(run(url, model, num_streams, num_requests, num_prompt, num_output, body, headers))))
