@@ -16,9 +16,9 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from headrace.core.structured_output import gbnf
 from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Guarded, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
+from headrace.core.structured_output.gbnf_in_lark import lark_of_gbnf
 from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
@@ -227,7 +227,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
 
 
 def _in_lark(grammar: str) -> str:
-    return gbnf.in_lark(grammar) if is_gbnf(grammar) else grammar
+    return lark_of_gbnf(grammar) if is_gbnf(grammar) else grammar
 
 
 def _with_narrow_classes(pattern: str) -> str:

@@ -13,7 +13,8 @@ import pytest
 from test_grammar_backends import compiled, each_backend, may_end, takes, tokens_of
 
 from headrace import InvalidRequestError
-from headrace.core.structured_output.gbnf import in_lark
+from headrace.core.structured_output.gbnf import normalised
+from headrace.core.structured_output.gbnf_in_lark import lark_of_gbnf
 
 Expression = tuple[Any, ...]
 LETTERS = "ab,"
@@ -199,7 +200,7 @@ def test_what_cannot_be_read_is_refused_with_its_line(name: str, grammar: str, w
 
 def test_terminals_that_cannot_collide_are_not_taken_apart() -> None:
     """Each character that is a terminal of its own costs a step of the parser, for every token of a mask."""
-    lines = in_lark(JSON).splitlines()
+    lines = lark_of_gbnf(JSON).splitlines()
     letters = [line for line in lines if r"[\x{75}]" in line]  # the u of \u0000
     assert len(letters) == 1
     assert letters[0].startswith("T"), "it is part of a terminal, the text with its marks"
@@ -231,5 +232,26 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_a_large_grammar_is_divided_in_bounded_time(case: str) -> None:
     began_s = time.process_time()
-    in_lark(LARGE[case])
+    lark_of_gbnf(LARGE[case])
     assert time.process_time() - began_s < 2
+
+
+LONG = {
+    "signs of comments": "root ::= x " + "#" * 60 + '\nx ::= "a"',
+    "spaces in a count": 'root ::= "a"{' + " " * 200_000 + "x",
+    "one name": "root ::= " + "x" * 200_000,
+    "names without a sign": "root ::= " + "x " * 100_000,
+    "a text without an end": 'root ::= "' + "\\a" * 100_000,
+    "a set without an end": "root ::= [" + "[\\]" * 60_000,
+    "repetitions of repetitions": 'root ::= "a"' + "*" * 20_000,
+    "rules in a chain": 'root ::= r0\nr20000 ::= "a"\n' + "\n".join(f"r{n} ::= r{n + 1}" for n in range(20_000)),
+    "digits of a count": 'root ::= "a"{' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_text_is_read_in_time_that_grows_with_its_length(case: str) -> None:
+    began_s = time.process_time()
+    with contextlib.suppress(ValueError):
+        normalised(LONG[case])
+    assert time.process_time() - began_s < 3
