@@ -106,7 +106,7 @@ def test_a_token_stands_at_the_id_that_is_listed(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder has 'x': {}"),
         ("tokenizer_config.json", {"extra_special_tokens": 3}, "extra_special_tokens is 3; a list of tokens or"),
         ("tokenizer_config.json", {"additional_special_tokens": [3]}, "additional_special_tokens is 3; a token's text"),
-        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is a int; a text is expected"),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is 3; a text or a list of named templates is"),
         ("tokenizer_config.json", {"chat_template": [{"name": "a"}]}, "an entry of chat_template is {'name': 'a'}"),
         ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.json"]}, "only tokenizer.json is read"),
     ],

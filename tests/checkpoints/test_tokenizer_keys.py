@@ -30,6 +30,8 @@ from headrace.executor.checkpoints.sources.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.tokenizers import sentencepiece_files
 from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
 from headrace.executor.checkpoints.tokenizers.tokenizer_keys import (
+    A_TOKEN,
+    CONFIG_TYPES,
     GGUF,
     GGUF_BESIDE,
     GGUF_TYPES,
@@ -39,7 +41,9 @@ from headrace.executor.checkpoints.tokenizers.tokenizer_keys import (
     OF_TRAINING,
     OF_WORD_PIECE,
     READ,
+    ROLES,
     SENTENCEPIECE,
+    TOKEN_TYPES,
     TOKENIZER_CONFIG,
 )
 from headrace.frontend.text import tokenizer as frontend
@@ -215,12 +219,83 @@ def test_each_key_that_is_known_not_to_matter_does_not(folder: Path) -> None:
 
 
 def test_a_key_that_is_not_known_is_named_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(folder, "tokenizer_config.json", {**CONFIG, "some_new_flag": True, "another": [], "some_token": "<|x|>"})
+    write(
+        folder,
+        "tokenizer_config.json",
+        {**CONFIG, "some_new_flag": True, "another": [], "some_token": "<|x|>", "add_some_token": True},
+    )
     with caplog.at_level(logging.WARNING):
         bundle_of(folder)
     assert [record.getMessage().partition(" has ")[2] for record in caplog.records] == [
-        "some_new_flag, which is not known and has no effect"
+        "add_some_token, some_new_flag, which is not known and has no effect"
     ]
+
+
+OF_OTHER_TYPES: Mapping[str, list[Any]] = {
+    A_TOKEN: [5, True, 1.5, [], ["<s>"], {}, {"content": 5}],
+    "true or false": ["false", 0, 1.5, [], {}],
+    "a text": [5, True, [], {}],
+    "a number": ["512", True, [], {}],
+    "an object": ["a", 5, True, ["a"]],
+    "a list of texts": ["tokenizer.json", 5, True, [5], {}],
+    "a text or a list of named templates": [5, True, {"default": "a"}],
+}
+"""Values of other types than those of `CONFIG_TYPES`."""
+
+
+@pytest.mark.parametrize("key", [*CONFIG_TYPES])
+def test_a_value_of_another_type_in_a_tokenizer_config_is_refused(key: str, folder: Path) -> None:
+    """Whatever its other files say. A text "false" is true to Python, and a number is no end of an answer."""
+    write(folder, "chat_template.jinja", "a")
+    write(folder, "special_tokens_map.json", dict.fromkeys(ROLES, "</s>"))
+    wanted, known = CONFIG_TYPES[key], {**CONFIG, "tokenizer_class": "Qwen2Tokenizer"}
+    for other in OF_OTHER_TYPES[wanted]:
+        write(folder, "tokenizer_config.json", {**known, key: other})
+        read = outcome(folder)
+        assert isinstance(read, str), f"{key}: {other!r} is taken"
+        assert re.search(rf"{key}(: content)? is .*; .* is expected", read), read
+        with pytest.raises(ModelError, match=rf"{key}(: content)? is .* expected"):
+            end_of_tokenizer(open_folder(folder), Options(model=str(folder)))
+    write(folder, "tokenizer_config.json", {**known, key: None})
+    assert not isinstance(outcome(folder), str), "null says nothing"
+
+
+@pytest.mark.parametrize("key", ROLES)
+def test_a_role_of_another_type_in_the_older_file_is_refused(key: str, folder: Path) -> None:
+    write(folder, "tokenizer_config.json", CONFIG)
+    for other in OF_OTHER_TYPES[A_TOKEN][:-1]:
+        write(folder, "special_tokens_map.json", {key: other})
+        if other != {}:  # an object is read where the config does not list its tokens
+            with pytest.raises(ModelError, match=rf"special_tokens_map\.json: {key} is .*; {A_TOKEN} is expected"):
+                bundle_of(folder)
+    write(folder, "special_tokens_map.json", {key: None})
+    bundle_of(folder)
+
+
+@pytest.mark.parametrize("key", [*TOKEN_TYPES])
+def test_a_value_of_another_type_in_a_listed_token_is_refused(key: str, folder: Path) -> None:
+    token = {"content": "<|tool|>", **FLAGS}
+    for other in OF_OTHER_TYPES[TOKEN_TYPES[key]]:
+        write(folder, "tokenizer_config.json", {"added_tokens_decoder": {"321": {**token, key: other}}})
+        with pytest.raises(ModelError, match=rf"added_tokens_decoder: 321: {key} is .* expected"):
+            bundle_of(folder)
+
+
+def test_values_that_real_files_have_are_taken(folder: Path) -> None:
+    usual = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>", **FLAGS},
+        "model_max_length": 1000000000000000019884624838656,
+        "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}],
+        "pad_token": None,
+        "strip_accents": None,
+        "auto_map": {"AutoTokenizer": ["a.B", None]},
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    for more in ({}, {"model_max_length": 1e30}):
+        write(folder, "tokenizer_config.json", {**usual, **more})
+        bundle = bundle_of(folder)
+        assert dict(bundle.special_tokens) == {"bos_token": "<s>"}
+        assert dict(bundle.chat_templates) == {"default": "a", "tool_use": "b"}
 
 
 OF_TOKENIZER_JSON = {

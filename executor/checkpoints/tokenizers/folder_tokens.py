@@ -15,14 +15,19 @@ from typing import Any
 
 from headrace.executor.checkpoints.checkpoint import read_optional_json
 from headrace.executor.checkpoints.tokenizers.panics import try_out
+from headrace.executor.checkpoints.tokenizers.tokenizer_keys import (
+    A_TOKEN,
+    ROLES,
+    TOKEN_FLAGS,
+    TOKEN_TYPES,
+    check_types,
+    is_role,
+)
 from headrace.ipc.failure import ModelError
 
 logger = logging.getLogger(__name__)
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The roles that every tokenizer knows, in the order in which their tokens are added; others follow."""
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 """Keys with special tokens that have no role: a list of them, or an object that names them."""
 MOST_UNNAMED = 100_000
@@ -58,12 +63,13 @@ def folder_tokens(folder: Path, config: Mapping[str, Any]) -> FolderTokens:
     count.
     """
     older = {name: value for name, value in read_optional_json(folder / MAP).items() if value is not None}
+    check_types(folder / MAP, older)
     given = {name: value for name, value in config.items() if value is not None}
     is_listed = config.get("added_tokens_decoder") is not None
     merged = older | given if is_listed else given | older
     roles: dict[str, Token] = {}
     for name, value in merged.items():
-        if name.endswith("_token") and isinstance(value, str | Mapping):
+        if is_role(name, value):
             roles[name] = _token(folder, name, value)
     extra: list[Token] = []
     for source in (given, older):
@@ -135,11 +141,12 @@ def _token(folder: Path, key: str, value: Any, **more: Any) -> Token:
     """A token as a text, or as an object with its flags. Raises ModelError."""
     if isinstance(value, str):
         return Token(value, **{"special": True, "flags": {}, **more})
-    text = value.get("content") if isinstance(value, Mapping) else None
-    if not isinstance(text, str):
-        raise ModelError(f"{folder}: {key} is {value!r:.80}; a token's text, or an object with its content is expected")
-    flags = {name: bool(value[name]) for name in FLAGS if name in value}
-    return Token(text, **{"special": bool(value.get("special", True)), "flags": flags, **more})
+    if not isinstance(value, Mapping) or value.get("content") is None:
+        raise ModelError(f"{folder}: {key} is {value!r:.80}; {A_TOKEN} is expected")
+    check_types(f"{folder}: {key}", value, TOKEN_TYPES)
+    given = {name: value[name] for name in TOKEN_TYPES if value.get(name) is not None}
+    flags = {name: given[name] for name in TOKEN_FLAGS if name in given}
+    return Token(given["content"], **{"special": given.get("special", True), "flags": flags, **more})
 
 
 def _extra(folder: Path, key: str, value: Any) -> tuple[dict[str, Token], list[Token]]:
@@ -163,8 +170,9 @@ def _decoder(folder: Path, listed: Any) -> list[Token]:
             raise ModelError(
                 f"{folder / CONFIG}: added_tokens_decoder has {key!r}: {value!r:.80}; it maps ids to objects"
             )
-        special = bool(value.get("special", False))
-        found.append(_token(folder, "added_tokens_decoder", value, special=special, token_id=int(key)))
+        # Without the flag it is not special, unlike a token with a role.
+        given = {"special": False, **{name: each for name, each in value.items() if each is not None}}
+        found.append(_token(folder, f"added_tokens_decoder: {key}", given, token_id=int(key)))
     return found
 
 

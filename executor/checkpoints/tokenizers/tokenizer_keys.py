@@ -7,7 +7,7 @@ tokenizer_config.json, which holds whatever its author wrote.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -105,6 +105,25 @@ NOT_IN_SENTENCEPIECE: Keys = MappingProxyType(
     | keys("llama.cpp reads it for unigram vocabularies alone", "remove_extra_whitespaces", "precompiled_charsmap")
 )
 
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The roles that every tokenizer knows, in the order in which their tokens are added; others follow."""
+A_TOKEN = "a token's text or an object with its content"
+CONFIG_TYPES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(ROLES, A_TOKEN)
+    | dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"), "true or false")
+    | dict.fromkeys(("split_special_tokens", "do_lower_case", "strip_accents"), "true or false")
+    | {"tokenize_chinese_chars": "true or false", "tokenizer_class": "a text", "model_max_length": "a number"}
+    | {"chat_template": "a text or a list of named templates", "fast_tokenizer_files": "a list of texts"}
+    | dict.fromkeys(("added_tokens_decoder", "sp_model_kwargs"), "an object")
+)
+"""What the value of a key of tokenizer_config.json or special_tokens_map.json must be, unless it is null, which says
+nothing. `folder_tokens.py` and `folder_templates.py` check what is in lists and objects."""
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+TOKEN_TYPES: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys((*TOKEN_FLAGS, "special"), "true or false") | {"content": "a text"}
+)
+"""What is in an object that stands for a token."""
+
 FLAGS = ("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces")
 GGUF_TYPES: Mapping[str, str] = MappingProxyType(
     dict.fromkeys((*FLAGS, "normalizer.lowercase", "normalizer.strip_accents"), "true or false")
@@ -129,16 +148,30 @@ what the map of characters was made from."""
 
 
 def check_tokenizer_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError for what the file asks for that is not supported, and names unknown keys in the log."""
+    """Raises ModelError for values of other types and for what the file asks for that is not supported, and names
+    unknown keys in the log."""
+    check_types(path, config)
     others = config.get("fast_tokenizer_files") or ["tokenizer.json"]
-    if list(others) != ["tokenizer.json"]:
+    if others != ["tokenizer.json"]:
         raise ModelError(f"{path}: fast_tokenizer_files names {others!r:.80}; only tokenizer.json is read")
     options = config.get("sp_model_kwargs")
-    if isinstance(options, Mapping) and options.get("enable_sampling"):
+    if options is not None and options.get("enable_sampling"):
         raise ModelError(f"{path}: sp_model_kwargs sets enable_sampling, with which a text is split at random")
-    unknown = [name for name in config if name not in TOKENIZER_CONFIG and not name.endswith("_token")]
+    unknown = [name for name in config if name not in TOKENIZER_CONFIG and not is_role(name, config[name])]
     if unknown := [name for name in unknown if config[name] not in (None, False, "", [], {})]:
         logger.warning("%s has %s, which is not known and has no effect", path, ", ".join(sorted(unknown)))
+
+
+def is_role(name: str, value: Any) -> bool:
+    """Whether the key gives a token a role. Other tokenizers have roles of their own, and keys such as add_x_token."""
+    return name.endswith("_token") and isinstance(value, str | Mapping)
+
+
+def check_types(where: Path | str, content: Mapping[str, Any], types: Mapping[str, str] = CONFIG_TYPES) -> None:
+    """Raises ModelError, naming file and key, for a value of another type than `types` has for its key."""
+    for name in types.keys() & content.keys():
+        if content[name] is not None:
+            _check_type(f"{where}: {name}", content[name], types[name])
 
 
 def check_gguf_keys(header: GGUFHeader) -> None:
@@ -157,19 +190,33 @@ def check_gguf_keys(header: GGUFHeader) -> None:
                 hint="--tokenizer names another one",
             )
         wanted = GGUF_TYPES.get("chat_template" if name.startswith("chat_template.") else name.removeprefix("ggml."))
-        if wanted not in (None, _type_of(value)) and (wanted, _type_of(value)) not in TAKEN_AS:
-            raise ModelError(f"{header.path}: the metadata key {key} is {shown(value)}; {wanted} is expected")
+        if wanted is not None:
+            _check_type(f"{header.path}: the metadata key {key}", value, wanted)
 
 
-TAKEN_AS = (("a list of numbers", "a list of whole numbers"),)
+TAKEN_AS: Mapping[str, Container[str]] = MappingProxyType(
+    {
+        "a list of numbers": ("a list of numbers", "a list of whole numbers"),
+        "a number": ("a number", "a whole number"),
+        A_TOKEN: ("a text", "an object"),
+        "a text or a list of named templates": ("a text", "a list", "a list of texts"),
+    }
+)
+"""The types that are taken for what is expected, where there are several."""
+
+
+def _check_type(subject: str, value: Any, wanted: str) -> None:
+    if _type_of(value) not in TAKEN_AS.get(wanted, (wanted,)):
+        raise ModelError(f"{subject} is {shown(value)}; {wanted} is expected")
 
 
 def _type_of(value: Any) -> str:
-    """The type of a metadata value, in the words of `GGUF_TYPES`."""
+    """The type of a value of a GGUF file or of JSON, in the words of `GGUF_TYPES` and `CONFIG_TYPES`."""
     if isinstance(value, bool):
         return "true or false"
-    if isinstance(value, StringArray):
+    if isinstance(value, StringArray) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return "a list of texts"
     if isinstance(value, np.ndarray):
         return "a list of whole numbers" if value.dtype.kind in "iu" else "a list of numbers"
-    return {str: "a text", int: "a whole number"}.get(type(value), "a number")
+    words = {str: "a text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
+    return words.get(type(value), "a number")
