@@ -157,3 +157,53 @@ def test_a_response_that_is_gone_is_a_404_by_name(server: Any) -> None:
             with pytest.raises(openai.NotFoundError, match=made.id) as caught:
                 call()
             assert caught.value.param in ("previous_response_id", "response_id")
+
+
+OF_FUNCTIONS = ("parameters", "inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema")
+TURN = [{"role": "user", "content": "hi"}]
+
+
+def in_function(tool: Any) -> Any:
+    return {"type": "function", "function": tool}
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "where", "body"),
+    [
+        ("/v1/chat/completions", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
+        ("/tokenize", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
+        ("/api/chat", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)], "stream": False}),
+        ("/v1/responses", "parameters", "tools[0].", lambda tool: {"tools": [{"type": "function", **tool}]}),
+        (
+            "/v1/responses",
+            "parameters",
+            "tools[0].tools[0].",
+            lambda tool: {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **tool}]}]},
+        ),
+        ("/v1/messages", "input_schema", "tools[0].", lambda tool: {"tools": [tool], "max_tokens": 9}),
+        ("/v1/messages/count_tokens", "input_schema", "tools[0].", lambda tool: {"tools": [tool]}),
+    ],
+)
+def test_a_schema_under_another_apis_name_is_refused(
+    path: str, own: str, where: str, body: Callable[[Any], dict[str, Any]], server: Any
+) -> None:
+    """Otherwise the model is shown a function without parameters."""
+    said = "input" if path == "/v1/responses" else "messages"
+
+    def ask(**schema: Any) -> Any:
+        with server.client() as client:
+            return client.post(path, json={"model": "null", said: TURN, **body({"name": "f", **schema})})
+
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for name in OF_FUNCTIONS:
+        answer = ask(**{name: schema})
+        assert answer.status_code == (200 if name == own else 400), answer.text
+        if name != own:
+            named = own if own == "input_schema" else name
+            assert f"{where}{named}" in answer.text
+            assert own in answer.text
+            also = ask(**{name: schema, own: None})
+            assert also.status_code == 400, "null says nothing"
+            assert f"{where}{named}" in also.text
+            assert ask(**{name: schema, own: schema}).status_code == 200
+    assert ask().status_code == (400 if own == "input_schema" else 200), "a function may have no parameters"

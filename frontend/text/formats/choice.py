@@ -54,8 +54,8 @@ class ToolChoice(NamedTuple):
 
 
 NO_TOOLS = ToolChoice()
-OTHER_NAMES = ("inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema")
-"""What MCP, Anthropic's and Gemini's APIs call the parameters of a function."""
+SCHEMA_NAMES = ("parameters", "inputSchema", "input_schema", "parametersJsonSchema", "parameters_json_schema")
+"""What OpenAI's, MCP's, Anthropic's and Gemini's APIs call the schema of a function's parameters."""
 
 
 def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -72,13 +72,22 @@ def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         if name in names:
             return "tools", f"two tools are called {name!r:.100}"
         names.add(name)
-        if "parameters" not in function and (other := next((each for each in OTHER_NAMES if each in function), None)):
-            at = f"{where}.function.{other}"
-            return at, f"{at} is another API's name: give the function's schema as parameters"
+        if (misnamed := misnamed_schema(function, f"{where}.function")) is not None:
+            return misnamed
         if not isinstance(function.get("parameters") or {}, Mapping):
             at = f"{where}.function.parameters"
             return at, f"{at} must be a JSON schema, which is an object"
     return None
+
+
+def misnamed_schema(function: Mapping[str, Any], where: str) -> tuple[str, str] | None:
+    """The request's field and the error message, if the function's schema stands under another API's name alone: the
+    model would be shown a function without parameters."""
+    other = next((name for name in SCHEMA_NAMES if function.get(name) is not None), "parameters")
+    if other == "parameters":
+        return None
+    at = f"{where}.{other}"
+    return at, f"{at} is another API's name: give the function's schema as parameters"
 
 
 class OutputFormats:

@@ -72,7 +72,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     cached, and calls are streamed as they are generated."""
 
     name: str
-    input_schema: dict[str, Any] = {}
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
     input_examples: Few[dict[str, Any]] | None = None
@@ -359,7 +359,12 @@ def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
             f"{where}.type",
             f"{where}: tools of type {tool.type[:80]!r} are not supported: Anthropic runs them, or they show images",
         )
-    description, input_schema = known or (tool.description or "", tool.input_schema)
+    if known is None and tool.input_schema is None:
+        raise bad_field(
+            f"{where}.input_schema",
+            f"{where}.input_schema: Field required: the JSON schema of the tool's input, under this name",
+        )
+    description, input_schema = known or (tool.description or "", tool.input_schema or {})
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_field(f"{where}.allowed_callers", f"{where}.allowed_callers lacks direct: no code is run here")
     schema = input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})

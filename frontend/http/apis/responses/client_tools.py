@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.frontend.http.apis.responses.items import ClientTool, Item
 from headrace.frontend.http.server.errors import bad_field
+from headrace.frontend.text.formats.choice import misnamed_schema
 
 logger = logging.getLogger(__name__)
 HOSTED = (
@@ -66,6 +67,8 @@ def _of(tool: Item, where: str, left_out: LeftOut) -> Iterator[ClientTool]:
         raise bad_field(f"{where}.name", f"{where} needs a name{inner}")
     match tool.get("type"):
         case "function":
+            if (misnamed := misnamed_schema(tool, where)) is not None:
+                raise bad_field(*misnamed)
             yield ClientTool(_function(tool), str(tool.get("name")))
         case "custom":
             yield ClientTool(_custom(tool, where), str(tool.get("name")), is_custom=True)
