@@ -46,6 +46,7 @@ def deepseeks(arguments: str) -> str:
     return f"{calls.section[0]}{written}{calls.section[1]}"
 
 
+PYTHON = "get_weather(city='Zürich', days=3)"
 GOOD = kimis("functions.get_weather:1", '{"city": "Zürich", "days": 3}')
 GEMMAS = 'get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
@@ -126,6 +127,48 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     *(
         ("deepseek_v31", deepseeks(f"{begin}{json.dumps(PLAIN[1])}{end}"), "", [PLAIN])
         for begin, end in (("```json\n", "\n```"), ("\n```\n", "\n```\n"), ("```json\n", ""))
+    ),
+    # a call as another family's format has it, within the markers of the model's own
+    *(
+        (name, f"{begin}{written}{end}", "", [PLAIN])
+        for name, begin, end in (("glm45", "<tool_call>", "\n</tool_call>"),
+                                 ("qwen3_xml", "<tool_call>\n", "</tool_call>"),
+                                 ("seed_oss", "<seed:tool_call>", "</seed:tool_call>"))
+        for written in (CALL, f"\n{CALL}", f"[{CALL}]", f"```json\n{CALL}\n```")
+    ),
+    ("hermes", f"<tool_call>\n```json\n{CALL}\n```\n</tool_call>", "", [PLAIN]),
+    *(
+        ("glm45", f"So. <tool_call>get_weather{begin}{json.dumps(PLAIN[1])}{end}</tool_call>", "So.", [PLAIN])
+        for begin, end in (("\n", "\n"), ("(", ")"), (" ", ""))
+    ),
+    ("glm45", "<tool_call>other {}</tool_call>", "<tool_call>other {}</tool_call>", []),
+    # quotes in markers
+    *(
+        (name, MINIMAX([PLAIN]).removeprefix(without).replace('"', quote), "", [PLAIN])
+        for name, without, quotes in (("minimax_m2", "", ("'", "")), ("minimax_m2", "<minimax:tool_call>\n", ("'",)))
+        for quote in quotes
+    ),
+    ("deepseek_v32", dsml("function_calls")([PLAIN]).replace('="', "='").replace('">', "'>").replace('" s', "' s"), "",
+     [PLAIN]),
+    ("minimax_m2", "an <invoke name='other'>", "an <invoke name='other'>", []),
+    # lists of calls in Python in a fence, or after a sentence
+    *(
+        (name, f"{said}{written}", said, calls)
+        for name in ("pythonic", "llama4_pythonic", "olmo3", "lfm2")
+        for said in ("", "I look it up.\n")
+        for written, calls in (
+            (f"```python\n[{PYTHON}]\n```", [PLAIN]), (f"```tool_code\n{PYTHON}\n```", [PLAIN]),
+            (f"[{PYTHON}]", [PLAIN]),
+            (f"```\n{PYTHON}\nnow()\n```", [PLAIN, ("now", {})]), (f"```py\n[{PYTHON}, now()]", [PLAIN, ("now", {})]),
+        )
+    ),
+    ("lfm2", f"So.\n```py\n{PYTHON}\n```\nnow then", "So.\nnow then", [PLAIN]),
+    *(
+        ("pythonic", said, said, [])
+        for said in ("see [1] and [get_weather]", "```python\nprint(get_weather)\n```",
+                     "```python\nget_weather(city)\n```", "```python\nget_weather(city == 3)\n```",
+                     f"so [other({'x' * 400}=1)]", "call now() then", "so [now(", "[",
+                     "```python\nnow = 3\n```", "```")
     ),
     ("glm45", "<tool_call>now\n</tool_call>\n</tool_call> ok", " ok", [("now", {})]),
     ("hermes", "no </tool_call> here", "no </tool_call> here", []),

@@ -29,9 +29,13 @@ from headrace.frontend.text.formats.values import (
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
 MOST_SPACE = 1024
 """Most characters of white space that are held back until it is known whether a call follows."""
+_FIRST_ARGUMENT, _ARGUMENT_BEGUN = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=[^=])"), re.compile(r"\s*(?:\w+\s*=?)?")
+"""What follows the bracket of a call in Python with named arguments or none, and the beginning of it."""
 _INDEX = re.compile(r":\d+\s*$")
 """The end of a name that is a call's id."""
 _ID_OF_A_SLIP = re.compile(r"(?:functions[._:])?(.+?)[_:]\d+")
+QUOTES = ('"', "'", "")
+"""What models write for a quote in a marker."""
 _WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
 """The end of a JSON string, and what begins like one."""
 _DEEPEST = 64
@@ -77,8 +81,13 @@ class CallReader(PieceReader):
         yield from self._skip_space()
         start = yield from self._peek(1)
         body = calls.body
+        is_fenced = body not in ("pythonic", "named_json") and (yield from self._accept_fence())
+        if is_fenced:
+            start = yield from self._peek(1)
         if calls.is_either:
             body = "json" if start in ("{", "[") else "xml"
+        elif body in ("xml", "elements", "escaped") and start in ("{", "["):
+            body = "json"  # as other models write calls: no name begins so
         if body == "pythonic":
             yield from (self._list(self._python_call) if start == "[" else self._python_call())
         elif body == "xml":
@@ -93,6 +102,15 @@ class CallReader(PieceReader):
             yield from self._named_call(calls)
         else:
             yield from self._json_call()
+        if is_fenced:
+            yield from self._skip_space()
+            yield from self._accept("```")
+
+    def _accept_fence(self) -> Reads:
+        """Takes the beginning of a fence, which models write around what a call's markers enclose."""
+        found = (yield from self._accept("```json")) or (yield from self._accept("```"))
+        yield from self._skip_space()
+        return found
 
     def _begin(self, name: str, id: str = "") -> int:
         calls = self._calls
@@ -253,8 +271,7 @@ class CallReader(PieceReader):
         call = self._begin(name.removesuffix("[ARGS]").split("[CALL_ID]")[0])
         yield from self._skip_space()
         # Models write a fence that the format of an earlier version had.
-        is_fenced = (yield from self._accept("```json")) or (yield from self._accept("```"))
-        yield from self._skip_space()
+        is_fenced = yield from self._accept_fence()
         if (yield from self._peek(1)) != "{":
             self._arguments(call, "{}")
             return
@@ -265,6 +282,8 @@ class CallReader(PieceReader):
             yield from self._accept("```")
 
     def _python_call(self) -> Reads:
+        if self._is_loose:
+            yield from self._expect_tool()
         name = yield from self._short_until("(")
         if not _NAME.fullmatch(name.strip()):
             raise NoCallError
@@ -289,6 +308,20 @@ class CallReader(PieceReader):
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
 
+    def _expect_tool(self) -> Reads:
+        """Raises NoCallError unless one of the tools is called next with named arguments: other code may be meant for
+        the user, and must not be held back."""
+        names = [f"{each['function']['name']}(" for each in self._tools]
+        while not (found := [name for name in names if self._text.startswith(name)]):
+            if self._ended or not any(name.startswith(self._text) for name in names):
+                raise NoCallError
+            yield
+        while not _FIRST_ARGUMENT.match(self._text, len(found[0])):
+            rest = self._text[len(found[0]) :]
+            if self._ended or len(rest) > LONGEST_NAME or not _ARGUMENT_BEGUN.fullmatch(rest):
+                raise NoCallError
+            yield
+
     def _parameters_of(self, name: str) -> Parameters:
         name, functions = self._undoubled(name), (each["function"] for each in self._tools)
         schemas = [each.get("parameters") or {} for each in functions if each["name"] == name]
@@ -296,24 +329,29 @@ class CallReader(PieceReader):
 
     def _xml_call(self, calls: CallFormat) -> Reads:
         before_name, after_name, before_value, _ = calls.parameter
+        if not any(calls.name) and (yield from self._name_with_object()):
+            return
         if calls.kind and (yield from self._accept(calls.kind)):
+            quote = '"'
             yield from self._short_until(calls.name[0])
-        elif calls.name[0]:
-            yield from self._expect(calls.name[0])
-        name = yield from self._name_before("<")
+        else:
+            quote = yield from self._accept_quoted(calls.name[0])
+        if quote is None:
+            raise NoCallError
+        name = yield from self._name_before("<", calls.name[1].replace('"', quote))
         if calls.number[1]:
             yield from self._short_until(calls.number[1])
         call, separator, said = self._begin(name), "{", set[str]()
         parameters = self._parameters_of(name.strip())
         while True:
             yield from self._skip_space()
-            if not (yield from self._accept_marker(before_name)):
+            if (quote := (yield from self._accept_quoted(before_name))) is None:
                 break
-            key = (yield from self._short_until(after_name)).strip()
+            key = (yield from self._short_until(after_name.replace('"', quote))).strip()
             types = parameters.types(key)
             if before_value:
                 yield from self._skip_space()
-                said_types = yield from self._value_kind(calls)
+                said_types = yield from self._value_kind(calls, quote)
                 types = types or said_types
                 if not (yield from self._accept_marker(before_value)):
                     raise NoCallError
@@ -326,20 +364,43 @@ class CallReader(PieceReader):
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 
-    def _name_before(self, arguments: str) -> Reads:
-        """Takes a call's name up to the marker after it, and that; without one, up to how arguments begin. Raises
-        NoCallError if the call ends before."""
+    def _name_with_object(self) -> Reads:
+        """Reads a call whose arguments are written as an object behind a name without markers, also in parentheses.
+        Returns whether one comes next; raises NoCallError if its name is no tool's."""
+        try:
+            name = (yield from self._short_before("{", ("<",))).strip(SPACE + "(")
+        except NoCallError:
+            return False
+        if not self._may_name(name):
+            raise NoCallError
+        yield from self._json_arguments(name)
+        yield from self._skip_space()
+        yield from self._accept(")")
+        return True
+
+    def _accept_quoted(self, marker: str) -> Reads:
+        """Takes a marker, whose quotes models write as single ones or leave out. Returns what stands for a quote; None
+        if the marker does not come next."""
+        for quote in QUOTES if '"' in marker else QUOTES[:1]:
+            if (yield from self._accept_marker(marker.replace('"', quote))):
+                return quote
+        return None
+
+    def _name_before(self, arguments: str, after_name: str | None = None) -> Reads:
+        """Takes a call's name up to the marker after it (by default, the format's), and that; without one, up to how
+        arguments begin. Raises NoCallError if the call ends before."""
         calls = self._calls
         assert calls is not None
-        marker, ends = calls.name[1] or arguments, (*calls.call, *(calls.section or ()), calls.after_arguments)
+        after_name = calls.name[1] if after_name is None else after_name
+        marker, ends = after_name or arguments, (*calls.call, *(calls.section or ()), calls.after_arguments)
         name = yield from self._short_before(marker, [each for each in ends if each and each not in marker])
-        self._take(len(calls.name[1]))
+        self._take(len(after_name))
         return name
 
-    def _value_kind(self, calls: CallFormat) -> Reads:
+    def _value_kind(self, calls: CallFormat, quote: str) -> Reads:
         """The types that a parameter's markers say its value has; empty if they say none."""
         for type_, said in calls.value_kinds:
-            if (yield from self._accept(said)):
+            if (yield from self._accept(said.replace('"', quote))):
                 yield from self._skip_space()
                 return frozenset(["string"] if type_ == "string" else ["object", "number"])
         return frozenset[str]()

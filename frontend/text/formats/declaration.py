@@ -85,8 +85,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     also: tuple[Pair, ...] = ()
     """Markers that some models of the family write around calls instead of `call`."""
     loose: tuple[Pair, ...] = ()
-    """Markers that models write instead by mistake, or ("", ""), anywhere in an answer (json). What they enclose is a
-    call only if it names one of the request's tools."""
+    """Markers that models write instead by mistake, or ("", ""), anywhere in an answer (json; pythonic, whose lists
+    alone may lack markers). What they enclose is a call only if it names one of the request's tools."""
     separator: str = ""
     """Text between calls."""
     kind: str = ""
@@ -139,8 +139,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not self.opener and not self.is_bare:
             raise ValueError("calls need a marker (the first of section or of call), or is_bare")
-        if self.loose and self.body != "json":
-            raise ValueError("loose goes with body json")
+        if self.loose and self.body not in ("json", "pythonic"):
+            raise ValueError("loose goes with body json and pythonic")
         if (self.name_is_key or self.id_keys) and (self.body != "json" or self.is_bare):
             raise ValueError("name_is_key and id_keys go with body json and a marker")
         if self.value_kinds and not (self.body == "xml" and all(map(all, self.value_kinds)) and self.parameter[2]):

@@ -54,6 +54,16 @@ _BARE = ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"', '[{
 """Beginnings of an object, or a list, that may be a call without markers."""
 
 
+_BARE_LIST = ("[",)
+"""The same in Python."""
+
+
+def _spellings(form: CallFormat) -> tuple[str, ...]:
+    """The marker before a name, with the quotes that models write in it."""
+    has_quotes = form.body == "xml" and form.name[0].endswith('"')
+    return tuple(form.name[0].replace('"', quote) for quote in ('"', "'")) if has_quotes else (form.name[0],)
+
+
 @functools.lru_cache(maxsize=64)
 def _marks_of(
     reasoning: OutputFormat | None, calls: OutputFormat | None, hidden: tuple[str, ...], *, reads_slips: bool
@@ -65,9 +75,10 @@ def _marks_of(
         if reads_slips:
             loose = {begin: end for begin, end in form.loose if begin}
         if reads_slips and any(not begin for begin, _ in form.loose):
-            loose |= dict.fromkeys(_BARE, "")
+            loose |= dict.fromkeys(_BARE if form.body == "json" else _BARE_LIST, "")
         if reads_slips and form.body in ("xml", "elements") and form.name[0] and not (form.section and any(form.call)):
-            loose[form.name[0]] = form.call[1]  # the marker before a name may be all that a model writes
+            # The marker before a name may be all that a model writes.
+            loose |= dict.fromkeys(_spellings(form), form.call[1])
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
         strays -= {"", "```"}  # a fence may be another's
     thinking = reasoning.reasoning if reasoning else None
@@ -289,7 +300,7 @@ class OutputParser(CallReader):
         assert calls is not None
         self._raw, self._is_loose = [opener], opener in self._marks.loose and opener not in self._marks.ends
         self._call_end = (self._marks.loose if self._is_loose else self._marks.ends)[opener]
-        if opener in _BARE or (opener and opener == calls.name[0]):  # it belongs to the call
+        if opener in (*_BARE, *_BARE_LIST) or (opener and opener in _spellings(calls)):  # it belongs to the call
             self._raw, self._text = [], opener + self._text
         try:
             yield from self._section()
@@ -305,7 +316,7 @@ class OutputParser(CallReader):
         calls = self._calls
         assert calls is not None
         section = None if self._is_loose else calls.section
-        yield from self._one_call(calls, is_opened=section is None)
+        is_closed = yield from self._one_call(calls, is_opened=section is None)
         while True:
             space = yield from self._skip_space()
             if section is not None and ((yield from self._accept_marker(section[1])) or self._is_over):
@@ -316,14 +327,21 @@ class OutputParser(CallReader):
                 yield from self._skip_space()
                 if section is None:
                     yield from self._accept(calls.call[0])
-            elif section is None and not (
-                (calls.is_bare or self._is_loose) and calls.body == "json" and (yield from self._peek(1)) == "{"
-            ):
+            elif section is None and not (yield from self._another_follows(calls, is_closed=is_closed)):
                 self._text = (space if self._has_said else "") + self._text  # it separates two texts, if one follows
                 return
-            yield from self._one_call(calls, is_opened=section is None)
+            is_closed = yield from self._one_call(calls, is_opened=section is None)
+
+    def _another_follows(self, calls: CallFormat, *, is_closed: bool) -> Reads:
+        """Whether a call without markers follows another one: an object, or in a fence a line of Python."""
+        if calls.body == "json":
+            return (calls.is_bare or self._is_loose) and (yield from self._peek(1)) == "{"
+        if calls.body != "pythonic" or not self._is_loose or not self._call_end or is_closed:
+            return False
+        return (yield from self._peek(1)).isidentifier()
 
     def _one_call(self, calls: CallFormat, *, is_opened: bool) -> Reads:
+        """Returns whether the call's end marker was there."""
         yield from self._skip_space()
         if calls.call[0] and not is_opened and not (yield from self._accept_marker(calls.call[0])):
             yield from self._skip_noise(calls)
@@ -334,11 +352,13 @@ class OutputParser(CallReader):
                 raise
             yield from self._skip_broken(calls)
         self.has_open_call = False
+        is_closed = False
         for end in filter(None, (calls.after_arguments, self._call_end)):
             yield from self._skip_space()
-            yield from self._accept_marker(end)
+            is_closed = yield from self._accept_marker(end)
         if self.call >= 0:
             self._raw = []
+        return is_closed
 
     def _skip_broken(self, calls: CallFormat) -> Reads:
         """Skips the rest of a call in a section, up to the next marker. Raises NoCallError if the answer ends."""
