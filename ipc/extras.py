@@ -10,7 +10,7 @@ import msgspec
 
 
 def how_to_install(extra: str) -> str:
-    """A command for a shell, such as pip install 'headrace-0.1.0.whl[otel]', or words where there is none."""
+    """A command for a shell, such as pip install 'FOLDER[otel]', or words where there is none."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -25,11 +25,12 @@ def how_to_install(extra: str) -> str:
 
 
 def command_for(extra: str, origin: dict[str, Any]) -> str:
-    """origin: what pip noted when it installed Headrace from a file, a folder or an address (PEP 610); empty: it came
-    from an index of packages."""
+    """origin: what pip noted when it installed Headrace from a file, a folder or an address (PEP 610); empty, it came
+    by other means. In the public index the name is another project's, so no command asks for it there."""
+    again = f"install the wheel or clone of Headrace again, with its extra: pip install 'PATH[{extra}]'"
     url = str(origin.get("url", ""))
     if not url:
-        return f"pip install 'headrace[{extra}]'"
+        return again
     if not url.startswith("file://"):
         system = (origin.get("vcs_info") or {}).get("vcs")
         return f"pip install {shlex.quote(f'headrace[{extra}] @ ' + (f'{system}+' if system else '') + url)}"
@@ -37,6 +38,6 @@ def command_for(extra: str, origin: dict[str, Any]) -> str:
 
     place = Path(unquote(urlsplit(url).path))
     if not place.exists():
-        return f"install the wheel or clone of Headrace again, with its extra: pip install 'PATH[{extra}]'"
+        return again
     editable = "-e " if (origin.get("dir_info") or {}).get("editable") else ""
     return f"pip install {editable}{shlex.quote(f'{place}[{extra}]')}"

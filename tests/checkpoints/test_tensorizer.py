@@ -49,7 +49,7 @@ def written(folder: Path) -> Path:
 
 def test_without_the_library_the_line_that_installs_it_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorizer_file, "LIBRARY", "not_a_package")
-    said = r"load_format=tensorizer needs not_a_package, which is not installed: .* pip install '\.\[tensorizer\]'"
+    said = r"load_format=tensorizer needs not_a_package, which is not installed: pip install .*\[tensorizer\]'"
     with pytest.raises(OptionError, match=said):
         opened(folder)
 

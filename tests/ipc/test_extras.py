@@ -14,7 +14,7 @@ from headrace.ipc.extras import command_for, how_to_install
 @pytest.mark.parametrize(
     ("origin", "command"),
     [
-        ({}, "pip install 'headrace[otel]'"),
+        ({}, "pip install 'PATH[otel]'"),
         (
             {"url": "https://example.com/headrace-1.0-py3-none-any.whl", "archive_info": {}},
             "pip install 'headrace[otel] @ https://example.com/headrace-1.0-py3-none-any.whl'",
