@@ -25,7 +25,7 @@ from report import write_report
 from torch import Tensor
 from triton_compile import LaunchRecord, Resources, compile_launch, digest_of, record
 
-from headrace.kernels.low_rank import SlotLimits
+from headrace.kernels.low_rank import SlotLimits, SlottedTokens
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.latent import LatentUp
@@ -332,9 +332,8 @@ def adapter_cases() -> dict[str, Run]:
         deltas = low_rank.TritonDeltas(limits, 6144, 4096, 3, None, torch.device("meta"))
 
         def run() -> Tensor:
-            slots, scales = meta(num_tokens, most_used, dtype=INT32), meta(num_tokens, most_used, dtype=FP32)
-            tokens = low_rank.SortedTokens.of(slots, scales, limits.num_slots, BF16)
-            return deltas.added_to_sorted(meta(num_tokens, 4096), meta(num_tokens, 6144), tokens)
+            use = meta(num_tokens, dtype=INT32), meta(num_tokens, dtype=FP32)
+            return deltas.added(meta(num_tokens, 4096), meta(num_tokens, 6144), SlottedTokens((use,) * most_used))
 
         return run
 

@@ -26,6 +26,15 @@ class AdaptedTokens(Protocol):
         """Tokens with the same slot and scale: (slot, scale, indices)."""
 
 
+@dataclass(frozen=True, eq=False)
+class SlottedTokens:
+    """As `AdaptedTokens`, on the device, which alone knows them: the first adapter of each token, the second and so
+    on."""
+
+    uses: tuple[tuple[Tensor, Tensor], ...]
+    """For each: slots [num_tokens] int32, -1 for none, and scales [num_tokens] float32."""
+
+
 class SlotLimits(NamedTuple):
     """What an op's adapters are like."""
 

@@ -187,7 +187,7 @@ VERSIONS = (
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("decode_inputs", "decode", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
-    _offer("low_rank", "low_rank"),
+    _offer("slotted_low_rank", "low_rank"),
     _offer("route_experts", "moe"),
     _offer("experts", "moe", _why_no_experts),
     _offer("experts", "moe", _why_no_stacks, batch_invariant=True),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from headrace.executor.step.adapters import TokenAdapters
 from headrace.kernels import ops
-from headrace.kernels.low_rank import LowRank, LowRankPart, SlotLimits
+from headrace.kernels.low_rank import LowRank, LowRankPart, SlotLimits, SlottedTokens
+from headrace.kernels.reference.low_rank import SlottedDeltas
 from headrace.kernels.triton import low_rank
 
 CPU = torch.device("cpu")
@@ -30,6 +31,12 @@ def delta_of(generator: torch.Generator, **more: Tensor) -> LowRank:
     return LowRank(first_row, torch.randn(first_column, COLUMNS, generator=generator), tuple(parts), **more)
 
 
+def slotted(tokens: TokenAdapters) -> SlottedTokens:
+    """As the host sends them to a GPU."""
+    slots, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens.slots, tokens.scales))
+    return SlottedTokens(tuple(zip(slots, scales, strict=True)))
+
+
 def both(
     dtype: torch.dtype, deltas: dict[int, LowRank], bias: Tensor | None, only: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +53,14 @@ def both(
         table.put(1, table.pack(delta_of(generator)))  # which no token has
         for slot, delta in deltas.items():
             table.put(slot, table.pack(delta))
-    return found.added(x, product, tokens), expected.added(x, product, tokens), product
+    on_device = slotted(tokens)
+    stacked = SlottedDeltas(*given)
+    for slot, delta in enumerate(expected._slots):
+        if delta is not None:
+            stacked.put(slot, stacked.pack(delta))
+    result = expected.added(x, product, tokens)
+    assert_close(stacked.added(x, product, on_device), result)
+    return found.added(x, product, on_device), result, product
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
