@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 MOST_RANK = 512
 """vLLM's highest max_lora_rank."""
 _SLOTS = 64
-"""Slots unless the options say how many: a slot is host memory, taken only while an adapter is in it."""
+"""Slots unless the options say how many: a slot is host memory, taken only while an adapter is in it. On a GPU, where
+each takes memory from the start, there are max_loras."""
 _AT_ONCE = 8
 """max_loras unless the options say how many."""
 _ONLY_WITH = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules")
@@ -38,6 +39,8 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     target_modules: tuple[str, ...]
     """Names, or ends of names, of the modules whose matrices adapters may change; empty: all. An adapter's matrices of
     other modules are left out."""
+    in_device_memory: bool = False
+    """Whether slots have their memory from the start, on the device that computes, as those of a GPU do."""
 
 
 def max_loras_of(options: Options) -> int:
@@ -45,7 +48,7 @@ def max_loras_of(options: Options) -> int:
     return options.max_loras or min(_AT_ONCE, options.max_cpu_loras or _AT_ONCE)
 
 
-def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
+def adapters_of(options: Options, dtype: str, *, in_device_memory: bool = False) -> AdapterLimits | None:
     """None without enable_lora. dtype: the plan's. Raises OptionError for options that contradict each other."""
     if not options.enable_lora:
         for name in _ONLY_WITH:
@@ -69,11 +72,17 @@ def adapters_of(options: Options, dtype: str) -> AdapterLimits | None:
             "enable_lora cannot apply with distributed_executor_backend=external_launcher: each rank plans its own "
             "steps, and they would differ by when each rank has loaded an adapter; use mp"
         )
+    if in_device_memory and options.cpu_offload_gb:
+        raise OptionError(
+            "enable_lora cannot apply with cpu_offload_gb: the layers that it keeps in the host's memory would take "
+            "their adapters with them; leave one of the two out"
+        )
     found = options.lora_dtype if options.lora_dtype != "auto" else dtype
     return AdapterLimits(
         max_loras=max_loras,
-        slots=options.max_cpu_loras or max(_SLOTS, max_loras),
+        slots=options.max_cpu_loras or (max_loras if in_device_memory else max(_SLOTS, max_loras)),
         max_rank=options.max_lora_rank,
         dtype=msgspec.convert(found, AdapterDtype),
         target_modules=options.lora_target_modules,
+        in_device_memory=in_device_memory,
     )

@@ -56,7 +56,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         why = model.why_no_row_inputs or "its executor reads none"
         raise OptionError(f"enable_prompt_embeds: {model.name} takes no embeddings in the place of tokens: {why}")
     dtype = decide("dtype", *_dtype(options, model))
-    adapters = adapters_of(options, dtype)
+    adapters = adapters_of(options, dtype, in_device_memory=bool(model.device_bytes))
     if adapters is not None and model.why_no_adapters:
         raise OptionError(f"enable_lora: {model.name} takes no adapters: {model.why_no_adapters}")
     max_model_len = decide("max_model_len", *_max_model_len(options, model))

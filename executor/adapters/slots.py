@@ -21,6 +21,11 @@ from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.adapters import AdapterFacts
 from headrace.ipc.failure import ModelError
 
+ON_THE_DEVICE = (
+    "adapters can on a CPU alone so far (device=cpu): on a GPU they change linear layers, and no experts, embeddings, "
+    "heads or compressed keys and values"
+)
+
 
 class AdapterTable(Protocol):
     """The slots of one linear layer, in the form that its kernels read."""
@@ -68,6 +73,8 @@ class _Target(NamedTuple):
 
     layers: AdaptableLayers
     tables: Mapping[str, AdapterTable]
+    why_not_all: str
+    """Why what is in no table cannot be changed, as the end of a sentence."""
 
 
 class PreparedSlots(NamedTuple):
@@ -94,6 +101,7 @@ class AdapterSlots:
         self._target = self._target_of(model, read)
         self._loaded: dict[int, _Loaded] = {}
         self._lock = threading.Lock()
+        self._is_away = False
 
     def _target_of(self, model: AdaptableModel, read: ReadBase) -> _Target:
         spec, limits = model.unpadded, self._limits
@@ -102,7 +110,8 @@ class AdapterSlots:
             return as_declared(spec, read())
 
         layers = AdaptableLayers(spec, model.spec, self._place, model.prefix, read_base, limits.target_modules)
-        return _Target(layers, {**model.adapter_tables, **self._heads})
+        why = ON_THE_DEVICE if limits.in_device_memory else "adapters cannot here"
+        return _Target(layers, {**model.adapter_tables, **self._heads}, why)
 
     def load(self, slot: int, path: str) -> AdapterFacts:
         """Raises ModelError, and leaves the slot empty."""
@@ -128,14 +137,14 @@ class AdapterSlots:
         with self._lock:
             if self._target is not target:
                 return None
-            _put(target, slot, loaded.packed)
+            self._put(slot, loaded.packed)
             self._loaded[slot] = loaded
         return loaded
 
     def drop(self, slot: int) -> None:
         with self._lock:
             if (loaded := self._loaded.pop(slot, None)) is not None:
-                _put(self._target, slot, dict.fromkeys(loaded.packed))
+                self._put(slot, dict.fromkeys(loaded.packed))
 
     def prepared_for(self, model: AdaptableModel, read: ReadBase) -> PreparedSlots:
         """Computes anew what depends on the model's weights, from another checkpoint, beside loads and steps."""
@@ -154,7 +163,27 @@ class AdapterSlots:
                 if loaded.adapter is not None:
                     again = prepared.packed.get(loaded) or _packed(loaded.adapter, target).packed  # loaded since
                     loaded = self._loaded[slot] = _Loaded(again, loaded.adapter)
-                _put(target, slot, loaded.packed)
+                self._put(slot, loaded.packed)
+
+    def go_away(self) -> None:
+        """The tables' memory is about to be freed: nothing is put into them until `come_back`. Loads go on."""
+        with self._lock:
+            self._is_away = True
+
+    def come_back(self) -> None:
+        """Fills all slots of the tables, whose memory is there again, with what is loaded now."""
+        with self._lock:
+            if not self._is_away:
+                return
+            self._is_away = False
+            for slot in range(self._limits.slots):
+                loaded = self._loaded.get(slot)
+                packed = {} if loaded is None else loaded.packed
+                _put(self._target, slot, {name: packed.get(name) for name in self._target.tables})
+
+    def _put(self, slot: int, packed: Mapping[str, Any]) -> None:
+        if not self._is_away:
+            _put(self._target, slot, packed)
 
 
 def _packed(adapter: Adapter, target: _Target) -> _Loaded:
@@ -162,7 +191,7 @@ def _packed(adapter: Adapter, target: _Target) -> _Loaded:
     deltas, reads_base = target.layers.deltas(adapter)
     for name in deltas:
         if name not in target.tables:
-            raise ModelError(f"the adapter {adapter.path} changes {name} and its like, which adapters cannot here")
+            raise ModelError(f"the adapter {adapter.path} changes {name} and its like, which {target.why_not_all}")
     try:
         packed = {name: target.tables[name].pack(delta) for name, delta in deltas.items()}
     except ValueError as error:

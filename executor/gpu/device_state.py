@@ -3,9 +3,9 @@
 The whole state is one int32 tensor, so that a step's changes are sent as one list of (index, word) pairs: one copy from
 pinned memory and one scatter, however many columns and rows change. A steady decode changes nothing.
 
-    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows |
-             2 words a row, first so    W words    1 word each                      the rows of this step's decode
-             that they are aligned      a group                                     batch, and 1 word of all of them
+    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | adapters | batch_rows |
+             2 words a row, first so    W words    1 word each                      3 words    the rows of this step's
+             that they are aligned      a group                                     of each    decode batch, 1 word each
 
 Row `num_rows` belongs to no request: batches are padded with it. Its block table is all block 0, the null block, and
 its num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
@@ -14,6 +14,7 @@ its num_computed stays 0, so a padding row reads and writes slot 0 of block 0, w
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.sampling.columns import GREEDY_BELOW
+from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.messages import Sampling
 
 
@@ -115,6 +117,8 @@ COLUMNS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """One word a row."""
+ADAPTER_COLUMNS = ("adapter_slot", "adapter_scale", "adapter_from")
+"""One word for each adapter that a row may have; those of all rows' first adapters lie together."""
 FLOATS = ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -125,6 +129,8 @@ class StateShape:
     max_blocks: int
     """Most blocks of one request in one cache group."""
     num_groups: int = 1
+    most_adapters: int = 0
+    """Of one request."""
 
     def offsets(self) -> tuple[dict[str, int], int]:
         """Each column's offset in words, and the total number of words."""
@@ -134,6 +140,8 @@ class StateShape:
         offsets["block_table"], at = at, at + self.num_groups * rows * self.max_blocks
         for name in COLUMNS:
             offsets[name], at = at, at + rows
+        for name in ADAPTER_COLUMNS:
+            offsets[name], at = at, at + self.most_adapters * rows
         offsets["batch_rows"], at = at, at + rows
         return offsets, at
 
@@ -163,6 +171,12 @@ class DeviceState:
         self.presence_penalty = column("presence_penalty").view(torch.float32)
         self.frequency_penalty = column("frequency_penalty").view(torch.float32)
         self.repetition_penalty = column("repetition_penalty").view(torch.float32)
+        most = shape.most_adapters
+        slots, scales, firsts = (column(name, most).view(most, rows) for name in ADAPTER_COLUMNS)
+        self.adapter_slot = slots  # [most_adapters, num_rows + 1], -1 for none
+        self.adapter_scale = scales.view(torch.float32)  # [most_adapters, num_rows + 1]
+        self.adapter_from = firsts  # [most_adapters, num_rows + 1]: the position from which it applies
+        self.adapter_slot.fill_(-1)
         self.batch_rows = column("batch_rows")  # [num_rows + 1]: rows of the decode batch, then the padding row
         self.repetition_penalty.fill_(1.0)
         self.batch_rows.fill_(shape.num_rows)
@@ -253,6 +267,19 @@ class Deltas:
         self.set("temperature", at, np.array([0.0 if greedy else sampling.temperature]))
         for name in ("top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             self.set(name, at, np.array([getattr(sampling, name)]))
+
+    def set_adapters(self, row: int, adapters: Sequence[RowAdapter]) -> None:
+        """Sets the adapters of a row that is assigned to a new request."""
+        shape, none = self._state.shape, RowAdapter(-1, 0.0)
+        given = [*adapters, *[none] * (shape.most_adapters - len(adapters))]
+        at = row + np.arange(shape.most_adapters) * (shape.num_rows + 1)
+        values = (
+            np.array([each.slot for each in given], np.int32),
+            np.array([each.scale for each in given], np.float32),
+            np.array([each.from_position for each in given], np.int32),
+        )
+        for name, each in zip(ADAPTER_COLUMNS, values, strict=True):
+            self._put(self._offsets[name] + at, each)
 
     def ship(self) -> None:
         """Starts the copy and the scatter, if anything has changed."""

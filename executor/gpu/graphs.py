@@ -1,4 +1,5 @@
-"""Captures decode steps as CUDA graphs, one per batch size and `StepEnding`, while requests are already served.
+"""Captures decode steps as CUDA graphs, one per batch size, `StepEnding` and number of a row's adapters, while requests
+are already served.
 
 A decode batch of n requests runs in the smallest captured size that holds it, filled up with the padding row. Until
 that size is captured it runs eagerly, so no request waits for all captures: they are made one at a time between steps.
@@ -75,6 +76,8 @@ class Capturer(Protocol):
 class GraphKey:
     size: int
     ending: StepEnding
+    most_adapters: int = 0
+    """Of a row; 0: the step adds none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,8 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._capturer, self._run = capturer, run
         self._graphs: dict[GraphKey, Graph] = {}
-        self._kinds: list[StepEnding] = [StepEnding.ARGMAX] if capturer is not None else []
+        self._kinds: list[tuple[StepEnding, int]] = [(StepEnding.ARGMAX, 0)] if capturer is not None else []
+        """The ending and the most adapters of a row, of which each size gets a graph."""
         self._lacked: dict[GraphKey, int] = {}
         self._failed: dict[GraphKey, str] = {}
         """Graphs that could not be captured, with the reason. They are not tried again before `forget`."""
@@ -116,18 +120,18 @@ class DecodeGraphs:
         key, why = next(reversed(self._failed.items()))
         return f"{len(self._failed)} graphs could not be captured, the last for a batch of {key.size}: {why}"
 
-    def key_for(self, batch_size: int, ending: StepEnding) -> GraphKey | None:
+    def key_for(self, batch_size: int, ending: StepEnding, most_adapters: int = 0) -> GraphKey | None:
         """The graph for such a batch, captured or not: the smallest capturable size that holds it; None without one."""
-        keys = (GraphKey(size, ending) for size in self.sizes if size >= batch_size)
+        keys = (GraphKey(size, ending, most_adapters) for size in self.sizes if size >= batch_size)
         return next((key for key in keys if key not in self._failed), None)
 
-    def find(self, batch_size: int, ending: StepEnding) -> Graph | None:
+    def find(self, batch_size: int, ending: StepEnding, most_adapters: int = 0) -> Graph | None:
         """The graph for a batch; None to run it eagerly. A missing graph is counted, and the most missed is next."""
-        key = self.key_for(batch_size, ending)
+        key = self.key_for(batch_size, ending, most_adapters)
         if key is None or self._capturer is None:
             return None
-        if ending not in self._kinds:
-            self._kinds.append(ending)
+        if (ending, most_adapters) not in self._kinds:
+            self._kinds.append((ending, most_adapters))
         graph = self._graphs.get(key)
         if graph is None:
             self._lacked[key] = self._lacked.get(key, 0) + 1
@@ -179,9 +183,9 @@ class DecodeGraphs:
     def _next_key(self) -> GraphKey | None:
         left = [
             key
-            for ending in self._kinds
+            for kind in self._kinds
             for size in reversed(self.sizes)
-            if (key := GraphKey(size, ending)) not in self._graphs and key not in self._failed
+            if (key := GraphKey(size, *kind)) not in self._graphs and key not in self._failed
         ]
         if not left or not self._graphs:
             return left[0] if left else None

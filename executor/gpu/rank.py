@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +15,9 @@ import torch
 from headrace import kernels
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.adapters.layers import ReadBase
+from headrace.executor.adapters.located import located
+from headrace.executor.adapters.slots import AdapterSlots, PreparedSlots
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
 from headrace.executor.checkpoints.weights import WeightSource
@@ -38,7 +42,8 @@ from headrace.executor.models.sizes import layer_elements, weight_elements, weig
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
-from headrace.ipc.failure import OptionError
+from headrace.ipc.adapters import MOST_USED, AdapterFacts
+from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
 
@@ -82,10 +87,12 @@ class GpuRank(ModelRank):
         self._decoder: Decoder | None = None
         self._steps: GpuRunner | None = None
         self._residence: WeightResidency | None = None
+        self._adapters: AdapterSlots | None = None
+        self._moved: tuple[Decoder, PreparedSlots] | None = None  # what is loaded, for weights that were read again
 
     def describe(self, report: Report) -> ModelDescription:
         self._gpu = self._backend.facts()  # checked before anything is fetched for a GPU that cannot be used
-        return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes)
+        return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes, why_no_adapters="")
 
     def _link(self, rendezvous: Rendezvous) -> Collectives:
         with self._backend.here():
@@ -113,7 +120,9 @@ class GpuRank(ModelRank):
             logger.warning("the model is computed by torch's own operations, which is much slower: %s", reason)
         with self._backend.here():
             report("load weights")
-            self._decoder = self._new_decoder(self.found.checkpoint)
+            decoder = self._decoder = self._new_decoder(self.found.checkpoint)
+        if plan.adapters is not None:
+            self._adapters = AdapterSlots(plan.adapters, decoder, self._place, self._base_of(self.found.checkpoint))
         if self._place.world_size > 1:
             weights_bytes = self._decoder.weight_bytes
             return MemoryReading(total_bytes=0, available_bytes=0, weights_bytes=weights_bytes, activation_bytes=0)
@@ -158,6 +167,25 @@ class GpuRank(ModelRank):
         with self._backend.here():
             return self.steps.has_result()
 
+    def load_adapter(self, slot: int, path: str, *, is_3d: bool = False) -> AdapterFacts:
+        assert self._adapters is not None, "the core asks with enable_lora alone"
+        with self._backend.here():
+            facts = self._adapters.load(slot, located(path, self._options))
+            self._wait()
+        return facts
+
+    def drop_adapter(self, slot: int) -> None:
+        assert self._adapters is not None, "the core asks with enable_lora alone"
+        with self._backend.here():
+            self._adapters.drop(slot)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until what the calling thread has given to the device is done: steps may run in another stream."""
+        done = self._backend.host_side().event()
+        done.record()
+        done.synchronize()
+
     @property
     def residence(self) -> WeightResidency:
         assert self._residence is not None, "allocate comes first"
@@ -169,19 +197,42 @@ class GpuRank(ModelRank):
 
     def prepare_weights(self, path: str) -> None:
         with self._backend.here():
-            self.residence.prepare(path)
+            self._adapters_leave()
+            try:
+                self.residence.prepare(path)
+            except HeadraceError:  # the old weights are back
+                self._adapters_return()
+                raise
 
     def use_weights(self, prepared: bool) -> None:
         with self._backend.here():
             self.residence.use_prepared(prepared)
+            self._adapters_return()
 
     def sleep(self, level: int) -> None:
         with self._backend.here():
+            self._adapters_leave()
             self.residence.sleep(level)
 
     def wake_up(self, tags: frozenset[str]) -> None:
         with self._backend.here():
             self.residence.wake_up(tags)
+            if self.residence.has_weights:
+                self._adapters_return()
+
+    def _adapters_leave(self) -> None:
+        """Before the weights' memory is freed, and with it that of the slots."""
+        if self._adapters is not None:
+            self._adapters.go_away()
+
+    def _adapters_return(self) -> None:
+        """Into the slots of the model in use, which may be another one than before."""
+        moved, self._moved = self._moved, None
+        if self._adapters is None:
+            return
+        if moved is not None and moved[0] is self.residence.decoder:
+            self._adapters.move_to(moved[1])
+        self._adapters.come_back()
 
     def facts(self) -> dict[str, Any]:
         """Adds the device, the captured graphs, and a recent step's times (microseconds by phase)."""
@@ -204,7 +255,7 @@ class GpuRank(ModelRank):
 
     def stop(self) -> None:
         super().stop()
-        self._steps = self._decoder = self._residence = None
+        self._steps = self._decoder = self._residence = self._adapters = None
         if self._gpu is None:
             return
         gc.collect()
@@ -227,7 +278,7 @@ class GpuRank(ModelRank):
             source = staged(checkpoint.weights(place=place), self._backend.host_side())
         offload = offload_of(plan, spec, place, self._backend)
         choose, keep = chooser_for(self.choose, plan), None if offload is None else offload.keep
-        decoder = Decoder(spec, source, dtype, self._device, place, choose, keep)
+        decoder = Decoder(spec, source, dtype, self._device, place, choose, keep, plan.adapters)
         if offload is not None:
             decoder.weight_bytes -= offload.saved_bytes
             logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
@@ -241,7 +292,13 @@ class GpuRank(ModelRank):
         with self._backend.here():
             decoder = self._new_decoder(checkpoint)
             self._backend.memory()  # waits for this thread's pending work
+        if self._adapters is not None:
+            self._moved = decoder, self._adapters.prepared_for(decoder, self._base_of(checkpoint))
         return decoder
+
+    def _base_of(self, checkpoint: Checkpoint) -> ReadBase:
+        """Reads the weights again, for what adapters take from them."""
+        return partial(checkpoint.weights, place=self._place)
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         dtype = cache_dtype(plan, is_program=False)
@@ -302,4 +359,5 @@ def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
         eos_token_ids=plan.model.eos_token_ids,
         layers_in_place=tuple(group.layers_in_place for group in plan.model.cache_groups),
         capture_sizes=sizes,
+        most_adapters=min(plan.adapters.max_loras, MOST_USED) if plan.adapters is not None else 0,
     )

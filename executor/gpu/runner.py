@@ -65,10 +65,13 @@ class RunnerLimits:
     """For each cache group; see `CacheGroup`."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
+    most_adapters: int = 0
+    """Of one request; 0: the model's adapters have no slots."""
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size), len(self.layers_in_place))
+        max_blocks = -(-self.max_model_len // self.block_size)
+        return StateShape(self.max_num_seqs, max_blocks, len(self.layers_in_place), self.most_adapters)
 
 
 class GpuRunner:
@@ -189,6 +192,8 @@ class GpuRunner:
         row, at, deltas = new.row, np.array([new.row]), self.deltas
         if isinstance(new.task, Generate):
             deltas.enter(row, new.task.sampling, new.seed)
+        if self._limits.most_adapters:
+            deltas.set_adapters(row, self.batch.adapters.of_row(row))
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
         num_groups, num_rows = self.batch.num_groups, self._limits.max_num_seqs
@@ -253,7 +258,8 @@ class GpuRunner:
         """Starts a decode; returns the logits if it ends with them."""
         if self.graphs.due():
             self._capture()
-        graph = self.graphs.find(len(plan.rows), ending)
+        most_adapters = self._most_adapters(plan)
+        graph = self.graphs.find(len(plan.rows), ending, most_adapters)
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
             self._decode_rows.place(plan.rows, size)
@@ -264,7 +270,12 @@ class GpuRunner:
             logits: Tensor | None = graph.result
             return logits
         with self.times.phase("eager decode"):
-            return self.steps.decode(size, ending, _num_blocks(plan, self._limits.block_size))
+            return self.steps.decode(size, ending, _num_blocks(plan, self._limits.block_size), most_adapters)
+
+    def _most_adapters(self, plan: StepPlan) -> int:
+        """Of a row, rounded up to a power of two, so that there are few kinds of graphs."""
+        most = self.batch.adapters.most_of(plan.rows)
+        return min(self._limits.most_adapters, 1 << (most - 1).bit_length()) if most else 0
 
     def _mixed(
         self, plan: StepPlan, step: StepInFlight, needs: int, positions: SampledPositions | None = None
@@ -274,13 +285,17 @@ class GpuRunner:
         with self.times.phase("ship"):
             self.deltas.ship()
             arrays = self.batch.arrays(plan, positions)
+            adapters = arrays.adapters
+            uses = () if adapters is None else tuple(zip(adapters.slots, adapters.scales, strict=True))
             sent = MixedInputs.of(
                 self._staging.send(
                     *(arrays.token_ids, arrays.positions, arrays.query_start),
                     *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
                     *arrays.slot_mapping.astype(np.int32),
+                    *(part for use in uses for part in use),
                 ),
                 GivenRows.of(arrays.given),
+                len(uses),
             )
         with self.times.phase("mixed"):
             hidden, logits = self.steps.mixed(
@@ -295,7 +310,7 @@ class GpuRunner:
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
         """The step that is captured: only padding rows, so that it changes no request's state when it really runs."""
-        return self.steps.decode(key.size, key.ending)
+        return self.steps.decode(key.size, key.ending, most_adapters=key.most_adapters)
 
     def _capture(self) -> bool:
         self._decode_rows.clear()

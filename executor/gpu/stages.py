@@ -45,8 +45,10 @@ class StageSteps(DeviceSteps):
     def use(self, model: HiddenStateModel) -> None:
         super().use(StageModel(model))
 
-    def decode(self, size: int, ending: StepEnding, num_blocks: int | None = None) -> Tensor | None:
-        return super().decode(size, StepEnding.LOGITS, num_blocks)
+    def decode(
+        self, size: int, ending: StepEnding, num_blocks: int | None = None, most_adapters: int = 0
+    ) -> Tensor | None:
+        return super().decode(size, StepEnding.LOGITS, num_blocks, most_adapters)
 
     def take(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: StepEnding) -> Tensor:
         return torch.zeros(len(rows), dtype=torch.int32, device=rows.device)

@@ -29,6 +29,7 @@ from headrace.executor.step.prompt_logprobs import PromptReport
 from headrace.executor.step.result import AddedTokens, assemble
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.low_rank import SlottedTokens
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.sampling import TokenLogprobs
 
@@ -52,12 +53,23 @@ class MixedInputs:
     sampled_rows: Tensor  # [num_sampled]
     slot_mapping: tuple[Tensor, ...]  # for each cache group [num_tokens]
     given: tuple[GivenRows, ...] = ()
+    adapters: SlottedTokens | None = None
+    """None where no token has any."""
 
     @classmethod
-    def of(cls, sent: list[Tensor], given: tuple[GivenRows, ...]) -> MixedInputs:
-        """Takes the fields in order, with one slot mapping per cache group at the end."""
+    def of(cls, sent: list[Tensor], given: tuple[GivenRows, ...], most_adapters: int = 0) -> MixedInputs:
+        """Takes the fields in order, then one slot mapping per cache group, and at the end slots and scales of the
+        tokens' first adapters, of their second, and so on."""
+        sent, of_adapters = sent[: len(sent) - 2 * most_adapters], sent[len(sent) - 2 * most_adapters :]
         token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *slots = sent
-        return cls(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, tuple(slots), given)
+        scales = (each.view(torch.float32) for each in of_adapters[1::2])
+        uses = tuple(zip(of_adapters[0::2], scales, strict=True))
+        return cls(
+            *(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows),
+            slot_mapping=tuple(slots),
+            given=given,
+            adapters=SlottedTokens(uses) if uses else None,
+        )
 
 
 class DeviceSteps:
@@ -81,11 +93,14 @@ class DeviceSteps:
         self._model = model
 
     @torch.inference_mode()
-    def decode(self, size: int, ending: StepEnding, num_blocks: int | None = None) -> Tensor | None:
+    def decode(
+        self, size: int, ending: StepEnding, num_blocks: int | None = None, most_adapters: int = 0
+    ) -> Tensor | None:
         """Computes a token for each of the first `size` of `state.batch_rows`; LOGITS returns logits [size,
         vocab_size].
 
         num_blocks: how many columns of the block tables hold all blocks of these rows; None uses all columns.
+        most_adapters: of these rows; 0: they have none.
         """
         state, block_size = self._state, self._block_size
         width = state.shape.max_blocks if num_blocks is None else num_blocks
@@ -101,6 +116,7 @@ class DeviceSteps:
             block_size=block_size,
             prompt_lens=found.prompt_lens,
             max_query_len=1,
+            adapters=self._adapters_of(found.rows, found.positions, most_adapters) if most_adapters else None,
         )
         logits = self._model.logits(self._model.forward(inputs, self._kv_cache))
         if ending is StepEnding.LOGITS:
@@ -132,12 +148,22 @@ class DeviceSteps:
             prompt_lens=state.prompt_len[rows],
             max_query_len=longest,
             given=sent.given,
+            adapters=sent.adapters,
         )
         hidden = self._model.forward(inputs, self._kv_cache)
         state.num_computed[rows] = sent.seq_lens
         if not len(logits_indices):
             return hidden, torch.empty(0, 0, device=hidden.device)
         return hidden, self._model.logits(hidden[logits_indices])
+
+    def _adapters_of(self, rows: Tensor, positions: Tensor, most: int) -> SlottedTokens:
+        """Of one token of each of these rows."""
+        state, uses = self._state, list[tuple[Tensor, Tensor]]()
+        for use in range(most):
+            is_in_use = positions >= state.adapter_from[use][rows]
+            slots = torch.where(is_in_use, state.adapter_slot[use][rows], -1)
+            uses.append((slots, state.adapter_scale[use][rows]))
+        return SlottedTokens(tuple(uses))
 
     @torch.inference_mode()
     def prompt_logits(self, hidden: Tensor, first: int, last: int) -> Tensor:

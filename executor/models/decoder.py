@@ -36,9 +36,8 @@ from headrace.executor.models.vocabulary import (
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.sampling.draws import Draws
-from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.batch import StepArrays
-from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
+from headrace.executor.step.inputs import StepAdapters, StepInputs, StepLogits, no_logits, step_in_two
 from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache
 
@@ -112,7 +111,7 @@ class Decoder:
 
     def _read_beginning(self, checked: EagerWeights, prefix: str) -> None:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
-        if checked.adapters is not None:
+        if checked.adapters is not None and checked.adapts_all:
             deltas = EagerEmbeddingDeltas(checked.adapters, stream_scale(spec, self.dtype))
             self._embedding_deltas = checked.adapter_tables[prefix + names.embedding] = deltas
         if spec.learned_position_offset is not None:
@@ -220,7 +219,7 @@ class Decoder:
         return hidden if self._project_out is None else self._project_out(hidden)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied. adapters: of
         these rows' tokens."""
         assert self._head is not None, "the last stage has the head"

@@ -24,11 +24,12 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part, own
 from headrace.executor.parallel.padding import grouped_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.step.adapters import TokenAdapters
+from headrace.executor.step.inputs import StepAdapters
 from headrace.kernels.grouped import GroupedWeight, joined
 from headrace.kernels.low_rank import EmbeddingDelta
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.latent import LatentUp, TorchLatentDeltas
-from headrace.kernels.reference.low_rank import LinearDeltas
+from headrace.kernels.reference.low_rank import LinearDeltas, SlottedDeltas
 from headrace.kernels.reference.moe import AdaptableExperts, AdaptedExperts, ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import LinearWeight
@@ -70,7 +71,7 @@ class SharedInputs:
     without load balancing of experts."""
     states: StateBatch | None = None
     """For layers that keep a state per sequence."""
-    adapters: TokenAdapters | None = None
+    adapters: StepAdapters | None = None
     """None where no token has any."""
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
     """What layers leave to later layers of the same pass, whatever their cache group."""
@@ -192,11 +193,22 @@ class EagerWeights(CheckedWeights):
         if self.adapters is None:
             return None
         own = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
-        make = self.kernel("low_rank")
         rows = sum(part.taken for part in parts)
-        deltas: LinearDeltas = make(self.slot_limits, rows, columns, len(parts), own, self.device)
+        given = self.slot_limits, rows, columns, len(parts), own, self.device
+        deltas: LinearDeltas
+        if self.adapters.in_device_memory:
+            slotted: SlottedDeltas = self.kernel("slotted_low_rank")(*given)
+            self.nbytes += slotted.nbytes
+            deltas = slotted
+        else:
+            deltas = self.kernel("low_rank")(*given)
         self.adapter_tables[parts[0].name] = deltas
         return deltas
+
+    @property
+    def adapts_all(self) -> bool:
+        """Whether adapters may change more than linear layers: experts, latent attention and both ends of a model."""
+        return self.adapters is not None and not self.adapters.in_device_memory
 
     def fused_kernel(self, op: str, **facts: Any) -> Callable[..., Any] | None:
         """As `kernel`, for a fused op; None if there is only the reference, which is no faster than the single ops."""
@@ -281,7 +293,7 @@ class EagerLinear:
         activate = weights.kernel(op, kind=declared.activation)
         return cls(weight, activate, declared.activation, declared.gated, deltas)
 
-    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, this rank's out_features]"""
         product = self.weight.apply(x)
         if adapters is not None and self.deltas is not None:
@@ -389,7 +401,7 @@ class EagerLatent:
         self._up = LatentUp(keys.contiguous(), values.transpose(1, 2).contiguous())
         weights.nbytes += stacked.nbytes
         self._deltas: TorchLatentDeltas | None = None
-        if weights.adapters is not None and self.takes_adapters:
+        if weights.adapters is not None and weights.adapts_all and self.takes_adapters:
             sizes = declared.nope_dim, declared.value_dim
             self._deltas = TorchLatentDeltas(weights.adapters.slots, *sizes, weights.device)
             weights.adapter_tables[name] = self._deltas
@@ -469,7 +481,7 @@ class EagerExperts:
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         self._adapted: AdaptedExperts | None = None
         deltas: Any = None
-        if weights.adapters is not None and isinstance(self._experts, AdaptableExperts):
+        if weights.adapts_all and isinstance(self._experts, AdaptableExperts):
             self._adapted, deltas = self._experts.adaptable(
                 weights.slot_limits, None if self._loads is None else list(experts)
             )
@@ -486,7 +498,7 @@ class EagerExperts:
         routing: Routing,
         correction: Tensor | None,
         keys: Tensor | None = None,
-        adapters: TokenAdapters | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]. keys: `SharedInputs.replica_keys`."""
@@ -494,7 +506,7 @@ class EagerExperts:
         return self._computed(x, expert_ids, shares, keys, adapters)
 
     def _computed(
-        self, x: Tensor, expert_ids: Tensor, shares: Tensor, keys: Tensor | None, adapters: TokenAdapters | None
+        self, x: Tensor, expert_ids: Tensor, shares: Tensor, keys: Tensor | None, adapters: StepAdapters | None
     ) -> Tensor:
         """expert_ids, shares [num_tokens, num_chosen]; an expert below 0 computes nothing."""
         if self._places is not None:
@@ -515,7 +527,7 @@ class EagerOps:
     """`blocks.Ops`."""
 
     def __init__(
-        self, place: RankCoordinates, replica_keys: Tensor | None = None, adapters: TokenAdapters | None = None
+        self, place: RankCoordinates, replica_keys: Tensor | None = None, adapters: StepAdapters | None = None
     ) -> None:
         """replica_keys, adapters: of `SharedInputs`."""
         self._place, self._replica_keys, self._adapters = place, replica_keys, adapters
@@ -612,8 +624,8 @@ class FusedProduct(NamedTuple):
 
 
 class FusedOps(EagerLayerOps):
-    """`EagerLayerOps` for steps of few tokens: each matrix's kernel also computes the norm before it, its activation
-    and the addition after it. `Layer._rows_to_fuse` gives the most tokens for which a layer uses it."""
+    """`EagerLayerOps` for steps of few tokens without adapters: each matrix's kernel also computes the norm before it,
+    its activation and the addition after it. `Layer._rows_to_fuse` gives the most tokens for which a layer uses it."""
 
     def linear(self, weight: EagerLinear, x: Tensor | Normed) -> Tensor:
         fusable: Any = weight.weight
@@ -654,7 +666,9 @@ class Layer:
         self, hidden: Tensor, delta: Tensor | None, step: SharedInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
-        kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerLayerOps
+        # The fused kernels add no adapters: they end with the activation, or have added to the stream.
+        fuses = step.adapters is None and len(hidden) <= self._most_fused_rows
+        kind = FusedOps if fuses else EagerLayerOps
         ops = kind(self._place, hidden, delta, step, cache)
         if self._spec.stream is not None:
             return self._spec.stream.emit_layer(self._layer, self._held, ops, hidden), None

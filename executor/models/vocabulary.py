@@ -14,8 +14,7 @@ from headrace.executor.models.blocks import Stream
 from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
 from headrace.executor.parallel.rank_place import RankCoordinates
-from headrace.executor.step.adapters import TokenAdapters
-from headrace.executor.step.inputs import GivenRows
+from headrace.executor.step.inputs import GivenRows, StepAdapters
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
 
@@ -92,9 +91,9 @@ class VocabParallelHead:
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
         self._vocab_size = shape[0]
         own_rows = Part(name, shape[0], place.vocabulary(shape[0]) if place.tp_size > 1 else None)
-        self._deltas = weights.deltas([own_rows], shape[1], bias=bias)
+        self._deltas = weights.deltas([own_rows], shape[1], bias=bias) if weights.adapts_all else None
 
-    def __call__(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
         logits = self.weight.apply(hidden)
         if adapters is not None and self._deltas is not None:

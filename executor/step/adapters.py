@@ -45,6 +45,16 @@ class AdapterColumns:
         for row in self._by_row.keys() & set(rows.tolist()) if self._by_row else ():
             del self._by_row[row]
 
+    def of_row(self, row: int) -> tuple[RowAdapter, ...]:
+        """In the order of its request, without those that change nothing."""
+        return self._by_row.get(row, ())
+
+    def most_of(self, rows: np.ndarray) -> int:
+        """Most adapters that any of these rows has."""
+        if not self._by_row:
+            return 0
+        return max((len(self._by_row.get(row, ())) for row in rows.tolist()), default=0)
+
     def of_tokens(self, rows: np.ndarray, query_start: np.ndarray, positions: np.ndarray) -> TokenAdapters | None:
         """None for a step in which no token has an adapter. rows: of the step, [num_seqs]; positions: of its tokens."""
         if not self._by_row:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from headrace.executor.sampling.draws import Chosen, Draws
-from headrace.executor.step.adapters import TokenAdapters
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.row_inputs import PlacedInput
 from headrace.executor.step.states import StateArrays
 from headrace.ipc.codec import Tensor as Values
 from headrace.kernels.reference.attention import PagedBatch
 from headrace.kernels.reference.states import Snapshot, StateBatch
+
+StepAdapters = Any
+"""A `TokenAdapters`, on the host; for a model whose slots are in the device's memory, a `SlottedTokens`. What adds
+adapters to a layer's products takes one kind."""
 
 
 class GivenRows(NamedTuple):
@@ -73,8 +76,8 @@ class StepInputs:
     """What takes the place of tokens' embeddings."""
     states: StateBatch | None = None
     """For models with layers that keep a state per sequence."""
-    adapters: TokenAdapters | None = None
-    """On the host. None where no token has any."""
+    adapters: StepAdapters | None = None
+    """None where no token has any."""
 
     @property
     def batches(self) -> tuple[PagedBatch | StateBatch, ...]:
@@ -190,7 +193,7 @@ class PoolableModel(HiddenStateModel, Protocol):
     def last_states(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size] -> [n, width], what the head reads."""
 
-    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """As `HiddenStateModel.logits`, of tokens with these adapters."""
 
 

@@ -14,6 +14,7 @@ import pretend_cases
 import pytest
 import tiny_models
 import torch
+from peft_adapters import PeftModels
 from triton_cases import why_not_interpreted
 
 if reason := why_not_interpreted() or ("" if sys.platform == "linux" else "torch's guards are found on Linux alone"):
@@ -31,6 +32,10 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         tiny_models.save(name, folder / name)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)
+    tiny_models.save("llama", folder / "llama_short_other", seed=3, num_hidden_layers=1)
+    adapters = PeftModels(tiny_models.build("llama", num_hidden_layers=1), folder)
+    adapters.make("adapter_plain", seed=1, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    adapters.make("adapter_dora", seed=2, use_dora=True, size=0.1)
     return case_process.failures(request, RUNNER, str(folder))
 
 

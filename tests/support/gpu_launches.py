@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from triton_compile import OPTIONS, LaunchRecord, pretended
 
 from headrace import kernels
+from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name, take_part
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.hardware.memory import largest_prefill, visit_kernels
@@ -33,6 +34,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
+from headrace.ipc.adapters import RowAdapter
 from headrace.kernels import registry
 from headrace.kernels.triton import versions
 
@@ -61,6 +63,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B int8": (LLAMA, {"rounding": Rounding("int8", 32)}),
     "Llama-3.1-8B fp8": (LLAMA, {"rounding": Rounding("fp8", 32), "cached": torch.float8_e4m3fn}),
     "Llama-3.1-8B invariant": (LLAMA, {"is_invariant": True}),
+    "Llama-3.1-8B adapters": (LLAMA, {"most_adapters": 2}),
     "Qwen3-0.6B": (QWEN3, {}),
     "Gemma-2-9B": (GEMMA2, {}),
 }
@@ -137,24 +140,29 @@ class LaunchNotes:
         is_invariant: bool = False,
         cached: torch.dtype | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        most_adapters: int = 0,
     ) -> None:
-        """dtype: the type that the model computes in; cached: that of keys and values, by default the same."""
+        """dtype: the type that the model computes in; cached: that of keys and values, by default the same.
+        most_adapters: of one request."""
         self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
         self._phase, self._architecture = "start", architecture
         self._spec, self._dtype, self._cached = spec_from_config(config), dtype, cached or dtype
+        self._most_adapters = most_adapters
         choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
         self._choose = choose if rounding is None else quantising(choose, rounding)
 
     def run(self) -> None:
         with self._noting():
             longest = min(MAX_MODEL_LEN, self._spec.max_positions)
-            limits = RunnerLimits(MAX_NUM_SEQS, longest, BLOCK_SIZE, self._spec.vocab_size, (2,))
+            sizes = MAX_NUM_SEQS, longest, BLOCK_SIZE, self._spec.vocab_size
+            limits = RunnerLimits(*sizes, (2,), most_adapters=self._most_adapters)
             source = Shapes(weight_shapes(self._spec), self._dtype)
-            decoder = Decoder(self._spec, source, self._dtype, META, choose=self._choose)
+            decoder = Decoder(self._spec, source, self._dtype, META, choose=self._choose, adapters=self._adapters)
             cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
             device = MetaDevice()
             runner = GpuRunner(decoder, cache, device, limits)
-            largest_prefill(runner, device, limits, MAX_MODEL_LEN)
+            for most_adapters in range(1 + min(1, limits.most_adapters)):
+                largest_prefill(runner, device, limits, MAX_MODEL_LEN, most_adapters)
             runner.steps.decode(MAX_NUM_SEQS, StepEnding.TRUNCATE)
             runner.selection.visit(MAX_NUM_SEQS)
             visit_kernels(runner, limits)
@@ -162,13 +170,23 @@ class LaunchNotes:
                 self._phase = name
                 self._serve(runner, sampling)
 
+    @property
+    def _adapters(self) -> AdapterLimits | None:
+        if not self._most_adapters:
+            return None
+        return AdapterLimits(
+            max_loras=8, slots=8, max_rank=16, dtype="bfloat16", target_modules=(), in_device_memory=True
+        )
+
     def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
-        """Runs growing batches of requests with prompts of random length, two tokens for each batch."""
+        """Runs growing batches of requests with prompts of random length, two tokens for each batch. In turn rows
+        have no adapter, one, two and so on."""
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
                 own = dice.integers(3, min(999, self._spec.vocab_size), int(dice.integers(1, 90))).tolist()
-                maker.enter(row, own, **sampling)
+                adapters = tuple(RowAdapter(slot, 0.5) for slot in range(row % (1 + self._most_adapters)))
+                maker.enter(row, own, adapters=adapters, **sampling)
             for _ in range(2):
                 for row in maker.tokens:
                     maker.compute(row)

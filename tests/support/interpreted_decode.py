@@ -1,7 +1,7 @@
 """Runs tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE CASE ...`.
 
-A case is a model's name, and after a + the type of its cache or weights. Prints one line of JSON per case: its name,
-the ops for which a Triton kernel was used, and the tokens of each request.
+A case is a model's name, and after a + the type of its cache or weights, or `adapters`. Prints one line of JSON per
+case: its name, the ops for which a Triton kernel was used, and the tokens of each request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 NUM_TOKENS = 3
@@ -20,13 +22,16 @@ REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
 )
 
 
-def tokens_of(step: Callable[[Any], Any]) -> list[list[int]]:
+def tokens_of(step: Callable[[Any], Any], kind: str = "") -> list[list[int]]:
     """Runs REQUESTS through `step`, which maps a plan to its result. Returns the tokens of each request."""
     from plan_maker import PlanMaker
 
+    from headrace.ipc.adapters import RowAdapter
+
     maker = PlanMaker(block_size=16)
     for row, (prompt, sampling) in enumerate(REQUESTS):
-        maker.enter(row, list(prompt), **sampling)
+        adapters = (RowAdapter(1, 1.0), RowAdapter(0, 0.5)) if kind == "adapters" and row == 0 else ()
+        maker.enter(row, list(prompt), adapters=adapters, **sampling)
     for _ in range(NUM_TOKENS):
         for row in range(len(REQUESTS)):
             maker.compute(row)
@@ -35,12 +40,13 @@ def tokens_of(step: Callable[[Any], Any]) -> list[list[int]]:
     return [maker.tokens[row] for row in range(len(REQUESTS))]
 
 
-def model_and_spec(name: str) -> tuple[Any, Any]:
+def model_and_spec(name: str, kind: str = "") -> tuple[Any, Any]:
+    """With adapters a matrix takes five times as long, so that there is one layer."""
     import tiny_models
 
     from headrace.executor.models.families import spec_from_config
 
-    model = tiny_models.build(name)
+    model = tiny_models.build(name, **{"num_hidden_layers": 1} if kind == "adapters" else {})
     return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
@@ -50,6 +56,30 @@ def source_of(model: Any, spec: Any) -> Any:
     from model_driver import DictSource
 
     return DictSource(tiny_models.state_of(model) if spec.stacked is None else model.state_dict())
+
+
+def limits_of(kind: str, *, in_device_memory: bool = False) -> Any:
+    """The limits of a case's adapters, or None."""
+    from headrace.core.options.adapters import AdapterLimits
+
+    if kind != "adapters":
+        return None
+    given = {"max_loras": 2, "slots": 2, "max_rank": 4, "dtype": "float32", "target_modules": ()}
+    return AdapterLimits(**given, in_device_memory=in_device_memory)
+
+
+def load_adapters(model: Any, spec: Any, decoder: Any, limits: Any) -> None:
+    """Puts an adapter into each slot of the decoder."""
+    from peft_adapters import PeftModels
+
+    from headrace.executor.adapters.slots import AdapterSlots
+    from headrace.executor.parallel.rank_place import SINGLE
+
+    slots = AdapterSlots(limits, decoder, SINGLE, lambda: source_of(model, spec))
+    with TemporaryDirectory() as folder:
+        models = PeftModels(model, Path(folder))
+        for slot, rank in enumerate((4, 2)):
+            slots.load(slot, str(models.make(f"{slot}", seed=slot, r=rank)))
 
 
 def dtype_of(kind: str) -> Any:
@@ -90,23 +120,26 @@ def main() -> None:
 
         def choose(op: str, served: set[str] = served, kind: str = kind, **facts: Any) -> Callable[..., Any]:
             """Chooses as on a GPU, where the Triton version is preferred to those of the CPU."""
-            for version in kernels.ops()[op].versions if op != "linear" or kind == "linear" else ():
+            for version in kernels.ops()[op].versions if op != "linear" or kind in ("linear", "adapters") else ():
                 if version.name == "triton" and not version.why_not(**facts):
                     served.add(op)
                     return version.function
             return kernels.choose_reference(op)
 
-        model, spec = model_and_spec(name)
+        model, spec = model_and_spec(name, kind)
         chosen = quantised(choose, kind)
-        decoder = Decoder(spec, source_of(model, spec), torch.float32, choose=chosen)
+        limits = limits_of(kind, in_device_memory=True)
+        decoder = Decoder(spec, source_of(model, spec), torch.float32, choose=chosen, adapters=limits)
+        if limits is not None:
+            load_adapters(model, spec, decoder, limits)
         cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
-        runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size))
+        runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size, most_adapters=2))
 
         def step(plan: Any, runner: GpuRunner = runner) -> Any:
             runner.submit(plan)
             return runner.collect()
 
-        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step)}), flush=True)
+        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step, kind)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.core.options.plan import Plan
+from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import Drafts, NewRow, StepPlan
 
@@ -54,6 +55,7 @@ class PlanMaker:
         num_prompt: int | None = None,
         seed: int = 0,
         like: int | None = None,
+        adapters: tuple[RowAdapter, ...] = (),
         **sampling: object,
     ) -> None:
         """Adds a new row with one block after those found in the cache; `compute` appends more as needed.
@@ -72,6 +74,7 @@ class PlanMaker:
                 block_ids=self._in_groups(self.blocks[row], self.blocks_apart),
                 task=Generate(sampling=Sampling(max_tokens=99, **sampling)),  # type: ignore[arg-type]
                 seed=seed,
+                adapters=adapters,
             )
         )
 

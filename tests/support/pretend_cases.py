@@ -203,6 +203,63 @@ def case_sleep_and_new_weights(folder: Path) -> None:
         compare(answers, wanted)
 
 
+def long_case_adapters(folder: Path) -> None:
+    """Rows with one adapter, with two, with one from a position on and with none share batches, through graphs that
+    were captured before an adapter was loaded, and through those of each number of adapters; adapters stay over sleep,
+    and go on with new weights, in part computed of these."""
+    from pretend_cuda import GPU
+    from pretend_engine import Request, drive, executor_for
+
+    from headrace.executor.gpu.sampler import StepEnding
+    from headrace.ipc.adapters import RowAdapter
+    from headrace.ipc.control import PrepareWeights, Sleep, UseWeights, WakeUp
+
+    options = {"enable_lora": True, "max_loras": 3, "enable_sleep_mode": True}
+    one, two = RowAdapter(0, 1.0), RowAdapter(2, 0.5)
+    asked = [
+        Request(GREEDY, adapters=(one,)),
+        Request([20, 21, 22], {"temperature": 0.9, "top_p": 0.8, "top_k": 20}, seed=5),
+        Request(GREEDY, adapters=(RowAdapter(0, 1.0, 5),)),
+        Request([5], {"temperature": 0.9}, seed=4, adapters=(two, one)),
+    ]
+    plain = [Request(each.prompt, each.sampling, each.seed) for each in asked]
+    on_cpu = executor_for(folder / "llama_short", "cpu", **options)
+    executor = executor_for(folder / "llama_short", **options)
+
+    def answers_of(rank: Any, requests: list[Request]) -> Any:
+        return drive(rank, requests, 1 if rank is on_cpu else 2, new_tokens=4)
+
+    adapters = ((1, "plain"), (0, "plain"), (2, "dora"), (1, ""))  # slot 1 is emptied again
+    executor.steps.graphs.find(4, StepEnding.TRUNCATE, 2)  # registers that the graph is missing
+    while executor.idle():
+        pass
+    for rank in (on_cpu, executor):
+        for slot, name in adapters:
+            if name:
+                assert rank.load_adapter(slot, str(folder / f"adapter_{name}")).rank == 4
+            else:
+                rank.drop_adapter(slot)
+    wanted = answers_of(on_cpu, asked)
+    assert wanted.tokens != answers_of(on_cpu, plain).tokens, "the adapters change nothing"
+    reload = [PrepareWeights(path=str(folder / "llama_short_other")), UseWeights(prepared=True)]
+    refused = [PrepareWeights(path=str(folder / "llama_short_other")), UseWeights(prepared=False)]
+    for orders in ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()], refused, reload):
+        for order in orders:
+            executor.control(order)
+            if orders is reload:
+                on_cpu.control(order)
+        while executor.idle():
+            pass
+        assert not executor.steps.graphs.why_eager, executor.steps.graphs.why_eager
+        GPU.syncs.clear()
+        if orders is reload:
+            wanted = answers_of(on_cpu, asked)
+        answers = answers_of(executor, asked)
+        check_steps(answers)
+        compare(answers, wanted)
+    compare(answers_of(executor, plain), answers_of(on_cpu, plain))
+
+
 def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], **options: Any) -> Any:
     """Checks that a CPU engine and the simulated GPU's engine give the same tokens. Returns a description of the
     latter's worker afterwards."""

@@ -19,6 +19,7 @@ from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.placement.in_process import InProcessExecutor
+from headrace.ipc.adapters import RowAdapter
 from headrace.kernels.registry import choose_reference
 
 NUM_BLOCKS = 64
@@ -38,6 +39,7 @@ class Request:
     prompt: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    adapters: tuple[RowAdapter, ...] = ()
 
 
 @dataclass
@@ -111,7 +113,8 @@ def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = 
     for step in range(100):
         if step < len(requests):
             request = requests[step]
-            maker.enter(step, list(request.prompt), seed=request.seed, **{"temperature": 0.0} | request.sampling)
+            sampling = {"temperature": 0.0} | request.sampling
+            maker.enter(step, list(request.prompt), seed=request.seed, adapters=request.adapters, **sampling)
         for row, tokens in maker.tokens.items():
             if len(tokens) < len(requests[row].prompt) + new_tokens:
                 maker.compute(row, 4 if step == row == 0 else None)
@@ -131,6 +134,10 @@ def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = 
         read()
     answers.num_replays = GPU.num_replays - replays_before
     answers.tokens = [maker.tokens[row] for row in range(len(requests))]
+    for row in range(len(requests)):
+        maker.release(row)
+    executor.submit(maker.plan())
+    executor.collect()
     return answers
 
 

@@ -14,6 +14,7 @@ from headrace.executor.gpu.graphs import Capturer, GraphKey
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.gpu.steps import MixedInputs
+from headrace.kernels.low_rank import SlottedTokens
 
 CHOICES_CAPTURED = 2
 """Number of `StepEnding`s for which graphs are usually captured: greedy, and what the model's defaults ask for."""
@@ -51,6 +52,8 @@ def measure(
     ]
     if runner.chooses:
         peaks.append(meter.peak_bytes(lambda: runner.selection.visit(limits.max_num_seqs)))
+    if limits.most_adapters:
+        peaks.append(meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens, 1)))
     visit_kernels(runner, limits)
     state_bytes = runner.state.nbytes + runner.tokens.nbytes + runner.steps.results.nbytes
     return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
@@ -61,12 +64,16 @@ def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
     `StepEnding`, and some for batches up to a power of two."""
     sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
     for size in sizes:
-        runner.steps.decode(size, StepEnding.ARGMAX)
+        for most_adapters in range(1 + min(1, limits.most_adapters)):  # further ones launch the same again
+            runner.steps.decode(size, StepEnding.ARGMAX, most_adapters=most_adapters)
     runner.steps.decode(1, StepEnding.DRAW, num_blocks=1)  # a context so short that batch-invariant sums have one part
 
 
-def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
-    """Runs a step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0."""
+def largest_prefill(
+    runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int, most_adapters: int = 0
+) -> None:
+    """Runs a step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0.
+    most_adapters: that each token has, all in slot 0."""
     counts: list[int] = []
     while (left := num_tokens - sum(counts)) > 0 and len(counts) < limits.max_num_seqs:
         counts.append(min(left, limits.max_model_len))
@@ -84,7 +91,9 @@ def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num
     }
     tensors = {name: torch.from_numpy(values.astype(np.int32)).to(device.device) for name, values in host.items()}
     slots = torch.arange(total, dtype=torch.int32, device=device.device) % limits.block_size
-    sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place))  # type: ignore[arg-type]
+    slot, scale = torch.zeros_like(slots), torch.ones(total, device=device.device)
+    adapters = SlottedTokens(((slot, scale),) * most_adapters) if most_adapters else None
+    sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place), adapters=adapters)  # type: ignore[arg-type]
     _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
     runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), StepEnding.TRUNCATE)
     runner.state.num_computed.zero_()
@@ -94,12 +103,14 @@ def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | N
     if capturer is None or not limits.capture_sizes:
         return 0
     sizes, took = limits.capture_sizes, list[int]()
-    keys = list(dict.fromkeys(GraphKey(size, StepEnding.ARGMAX) for size in (sizes[-1], sizes[0])))
+    kinds = CHOICES_CAPTURED * (2 if limits.most_adapters else 1)  # with and without adapters
+    most = min(1, limits.most_adapters)
+    keys = list(dict.fromkeys(GraphKey(size, StepEnding.ARGMAX, most) for size in (sizes[-1], sizes[0])))
     for key in keys:
         before_bytes = capturer.pool_bytes
         try:
-            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.ending))  # type: ignore[misc]
+            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.ending, None, key.most_adapters))  # type: ignore[misc]
         except RuntimeError:
             return 0  # the runner will fail in the same way, and log why
         took.append(capturer.pool_bytes - before_bytes)
-    return took[0] + took[-1] * (CHOICES_CAPTURED * len(sizes) - 1)
+    return took[0] + took[-1] * (kinds * len(sizes) - 1)

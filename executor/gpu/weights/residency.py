@@ -62,6 +62,11 @@ class WeightResidency:
     def is_awake(self) -> bool:
         return not self._asleep
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights' memory is there."""
+        return "weights" not in self._asleep
+
     def sleep(self, level: int) -> None:
         self._put_aside("sleep level 1" if level == 1 else "")
         self._cache.release()
