@@ -41,7 +41,7 @@ def tokens_of(step: Callable[[Any], Any], kind: str = "") -> list[list[int]]:
 
 
 def model_and_spec(name: str, kind: str = "") -> tuple[Any, Any]:
-    """With adapters a matrix takes five times as long, so that there is one layer."""
+    """With adapters a matrix takes much longer, so that there is one layer."""
     import tiny_models
 
     from headrace.executor.models.families import spec_from_config
