@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import httpx
@@ -22,9 +23,13 @@ from headrace.ipc.transport.sockets import check_address
 
 
 def free_port(host: str) -> int:
-    with listening(host, 0) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    """One that is free at the other loopback address too: what another test's server has there is nobody's engine."""
+    other = "127.0.0.1" if ":" in host else "::1"
+    while True:
+        with listening(host, 0) as sock:
+            port: int = sock.getsockname()[1]
+            with contextlib.suppress(OSError), listening(other, port):
+                return port
 
 
 @pytest.mark.parametrize(
