@@ -25,9 +25,9 @@ from headrace.kernels.low_rank import SlottedTokens
 from headrace.kernels.reference.low_rank import SlottedDeltas
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.common import rounded
-from headrace.kernels.triton.configs import MatrixTiles, experts_tiles, power_of_two
+from headrace.kernels.triton.configs import MatrixTiles, experts_tiles
 from headrace.kernels.triton.linear_packed import DENSE, Packed
-from headrace.kernels.triton.moe import SORTED_TOGETHER, multiply, sort_pairs_kernel
+from headrace.kernels.triton.moe import SORTED_TOGETHER, multiply, sort_pairs
 
 ADDED_COLUMNS = 1024
 
@@ -38,34 +38,14 @@ class SortedTokens(NamedTuple):
     slots: Tensor  # [num_tokens] int32, -1 for none
     scales: Tensor  # [num_tokens] float32
     blocks: tuple[Tensor, Tensor, Tensor, Tensor]
-    """The outputs of `sort_pairs_kernel`."""
+    """The outputs of `moe.sort_pairs`."""
     tiles: MatrixTiles
 
     @classmethod
     def of(cls, slots: Tensor, scales: Tensor, num_slots: int, dtype: torch.dtype) -> SortedTokens:
         count = len(slots)
         tiles = experts_tiles(configs.device_of(slots), count, num_slots, dtype.itemsize, False, invariant=True)
-        max_blocks = min(count, count // tiles.block_m + num_slots)
-        sizes = (count, num_slots + 1, max_blocks, max_blocks)
-        # Each in memory of its own: Triton compiles again for addresses that are no multiples of 16 bytes.
-        order, starts, block_slots, block_firsts = (
-            torch.empty(size, dtype=torch.int32, device=slots.device) for size in sizes
-        )
-        sort_pairs_kernel[(num_slots,)](
-            slots,
-            order,
-            starts,
-            block_slots,
-            block_firsts,
-            count,
-            num_slots,
-            max_blocks,
-            BLOCK_M=tiles.block_m,
-            BLOCK_E=power_of_two(num_slots + 1),
-            BLOCK=SORTED_TOGETHER,
-            num_warps=4,
-        )
-        return cls(slots, scales, (order, starts, block_slots, block_firsts), tiles)
+        return cls(slots, scales, sort_pairs(slots, num_slots, tiles.block_m, SORTED_TOGETHER), tiles)
 
 
 class TritonDeltas(SlottedDeltas):

@@ -100,26 +100,9 @@ class TritonExperts:
         tiles = experts_tiles(
             self._device, num_pairs, self._num_experts, x.element_size(), is_int4, invariant=self._batch_invariant
         )
-        max_blocks = min(num_pairs, num_pairs // tiles.block_m + self._num_experts)
-        numbers = torch.empty(num_pairs + self._num_experts + 1 + 2 * max_blocks, dtype=torch.int32, device=x.device)
-        order, starts, block_experts, block_firsts = numbers.split(
-            (num_pairs, self._num_experts + 1, max_blocks, max_blocks)
+        blocks = sort_pairs(
+            expert_ids, self._num_experts, tiles.block_m, min(SORTED_TOGETHER, max(32, power_of_two(num_pairs)))
         )
-        sort_pairs_kernel[(self._num_experts,)](
-            expert_ids,
-            order,
-            starts,
-            block_experts,
-            block_firsts,
-            num_pairs,
-            self._num_experts,
-            max_blocks,
-            BLOCK_M=tiles.block_m,
-            BLOCK_E=power_of_two(self._num_experts + 1),
-            BLOCK=min(SORTED_TOGETHER, max(32, power_of_two(num_pairs))),
-            num_warps=4,
-        )
-        blocks = (order, starts, block_experts, block_firsts)
         inner = torch.empty((num_pairs, self._inner), dtype=x.dtype, device=x.device)
         multiply(x, self._gate_up, self._gate_up_bias, blocks, None, inner, top_k, self._activation, tiles)
         parts = torch.empty((num_pairs, self._hidden), dtype=torch.float32, device=x.device)
@@ -134,6 +117,34 @@ class TritonExperts:
             part for packed in (self._gate_up, self._down) for part in (packed.codes, packed.scales, packed.shifts)
         )
         return sum(part.nbytes for part in parts if part is not None)
+
+
+def sort_pairs(
+    expert_ids: Tensor, num_experts: int, block_m: int, sorted_together: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of `sort_pairs_kernel` for as many pairs as there are expert_ids, of any shape."""
+    num_pairs = expert_ids.numel()
+    max_blocks = min(num_pairs, num_pairs // block_m + num_experts)
+    # Each in memory of its own: Triton compiles again for addresses that are no multiples of 16 bytes.
+    order, starts, block_experts, block_firsts = (
+        torch.empty(size, dtype=torch.int32, device=expert_ids.device)
+        for size in (num_pairs, num_experts + 1, max_blocks, max_blocks)
+    )
+    sort_pairs_kernel[(num_experts,)](
+        expert_ids,
+        order,
+        starts,
+        block_experts,
+        block_firsts,
+        num_pairs,
+        num_experts,
+        max_blocks,
+        BLOCK_M=block_m,
+        BLOCK_E=power_of_two(num_experts + 1),
+        BLOCK=sorted_together,
+        num_warps=4,
+    )
+    return order, starts, block_experts, block_firsts
 
 
 def _packed(stack: ExpertStack) -> Packed:

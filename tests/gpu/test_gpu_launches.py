@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton has no build for this platform", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("Llama-3.1-8B int4", "Llama-3.1-8B invariant", "Llama-3.1-8B adapters", "Gemma-2-9B")
+MODELS = ("Llama-3.1-8B int4", "Llama-3.1-8B invariant", "Llama-3.1-8B adapters", "Qwen3-30B-A3B", "Gemma-2-9B")
 
 
 def test_what_serving_launches_was_compiled_at_the_start() -> None:

@@ -50,6 +50,12 @@ QWEN3 = {
     "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936,
     "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3_MOE = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}  # fmt: skip
 GEMMA2 = {
     **LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
     "num_attention_heads": 16, "vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window": 4096,
@@ -65,6 +71,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B invariant": (LLAMA, {"is_invariant": True}),
     "Llama-3.1-8B adapters": (LLAMA, {"most_adapters": 2}),
     "Qwen3-0.6B": (QWEN3, {}),
+    "Qwen3-30B-A3B": (QWEN3_MOE, {}),
     "Gemma-2-9B": (GEMMA2, {}),
 }
 """(config with two layers, options of `LaunchNotes`)"""
