@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from http_server import Server, serving
 
+from headrace.frontend.bench.results.metrics import number
 from headrace.frontend.bench.traffic.http_client import Pool, Target
 from headrace.frontend.bench.traffic.load import Load, LoadResult
 from headrace.frontend.cli.main import main
@@ -406,7 +407,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(capsys: pytest.CaptureFixt
     assert "<svg" in page
     assert "&lt;run&gt;" in page
     assert "<run>" not in page
-    assert f"{record['results']['request_throughput']:.4g}"[:3] in page
+    assert f"<b>{number(record['results']['request_throughput'])}</b>" in page
     assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page)
 
 
