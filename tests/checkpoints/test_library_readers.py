@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.load_formats import BY_LIBRARY
 from headrace.executor.checkpoints.sources.library_readers import LIBRARIES
+from headrace.ipc.extras import how_to_install
 from headrace.ipc.failure import ModelError, OptionError
 
 
@@ -27,7 +29,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
 ) -> None:
     absent = {load_format: replace(LIBRARIES[load_format], package="not_a_package")}
     monkeypatch.setattr("headrace.executor.checkpoints.sources.library_readers.LIBRARIES", absent)
-    expected = rf"needs not_a_package, which is not installed: pip install .*\[{load_format}\]'"
+    expected = re.escape(f"needs not_a_package, which is not installed: {how_to_install(load_format)}")
     with pytest.raises(OptionError, match=expected):
         open_checkpoint(parse_options(model=str(tmp_path), load_format=load_format))
 
