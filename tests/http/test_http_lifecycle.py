@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from fleet_parts import Session
 from http_server import (
     Server,
     address_of_engine,
@@ -26,11 +27,15 @@ from http_server import (
     refuses,
     serving,
 )
-from null_with_tokenizer import HANGING
+from null_with_tokenizer import BACKEND, HANGING
 from patience import wait_until, within
+from server_here import process_unchanged
 
+from headrace.core.engine.engine import EngineThread
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.process.server import HttpServer, listen
+from headrace.frontend.http.process.server import HttpServer, listen, url_of
 from headrace.frontend.http.process.worker import ParentEngine
 from headrace.frontend.http.server.metrics import Pages
 
@@ -124,6 +129,63 @@ def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
         server = HttpServer(options, sock, Pages())
         server.stop_threadsafe(30.0)
         assert asyncio.run(asyncio.wait_for(server.run([ParentEngine(lambda lost: None)]), 10.0)) == 0
+
+
+class OfPool:
+    """A scaler that is not asked for anything: the server tells it of its pool."""
+
+    pool: EnginePool | None = None
+
+    async def scale(self, size: int, drain_timeout_s: float) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("others_serve", [False, True])
+def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engines(others_serve: bool) -> None:
+    """Else the death of the one it knows would cost requests, while others serve. Where other processes answer already
+    it gets no connections before."""
+    engines = [EngineThread(parse_options(model="null", distributed_executor_backend=BACKEND)) for _ in range(2)]
+    holder, ready = OfPool(), asyncio.Event()
+
+    async def serve(server: HttpServer, url: str) -> None:
+        async def listens() -> bool:
+            try:
+                async with httpx.AsyncClient() as client:
+                    return (await client.get(f"{url}/ping")).status_code < 500
+            except httpx.ConnectError:
+                return False
+
+        async def is_early() -> bool:
+            for _ in range(20):  # of its looks
+                await asyncio.sleep(0.02)
+                if ready.is_set() or (others_serve and await listens()):
+                    return True
+            return False
+
+        running = asyncio.create_task(server.run([Session(engines[0])]))
+        while holder.pool is None:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(holder.pool.started.wait(), 30.0)
+        assert not await is_early()  # it is still to be told
+        server.num_met = 2
+        assert not await is_early()
+        holder.pool.add(Session(engines[1]))
+        await asyncio.wait_for(ready.wait(), 30.0)
+        while not await listens():
+            await asyncio.sleep(0.01)
+        server.stop(0.0)
+        assert await asyncio.wait_for(running, 30.0) == 0
+
+    options = ServeOptions(port=0)
+    try:
+        with listen(options) as sock, process_unchanged():
+            server = HttpServer(options, sock, Pages())
+            server.on_ready, server.scaler = ready.set, holder
+            server.num_met, server.others_serve = None, others_serve
+            asyncio.run(serve(server, url_of(options, sock)))
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 def listening_ports(server: Server) -> list[int]:

@@ -66,19 +66,27 @@ def serving_here(
     server = HttpServer(options, sock, Pages())
     server.on_ready, server.logs_stats = ready.set, logs_stats
     url = url_of(options, sock)
-    thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     thread = threading.Thread(target=lambda: asyncio.run(server.run([session])), name="server's loop")
-    thread.start()
+    with process_unchanged():
+        thread.start()
+        try:
+            wait_until(lambda: ready.is_set() or not thread.is_alive(), START_TIMEOUT_S, "the server's start")
+            assert ready.is_set(), "the server did not start"
+            yield ServerHere(url, session.sent)
+        finally:
+            server.stop_threadsafe(0.0)
+            thread.join(START_TIMEOUT_S)
+            engine.stop()
+            sock.close()
+
+
+@contextmanager
+def process_unchanged() -> Iterator[None]:
+    """Undoes what a server changes of its process."""
+    thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     try:
-        wait_until(lambda: ready.is_set() or not thread.is_alive(), START_TIMEOUT_S, "the server's start")
-        assert ready.is_set(), "the server did not start"
-        yield ServerHere(url, session.sent)
+        yield
     finally:
-        server.stop_threadsafe(0.0)
-        thread.join(START_TIMEOUT_S)
-        engine.stop()
-        sock.close()
-        # undo the server's changes to its process
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(switch_s)

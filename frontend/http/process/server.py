@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import socket
 import sys
@@ -45,6 +46,8 @@ _SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
 """How long clients have to read their last event when the server ends."""
 _IDLE_LOOK_S = 0.02
+MEETS_WITHIN_S = 5.0
+"""How long a process of several may need to connect to engines that coordinators tell of."""
 _SETTLED_AFTER_S = 1.0
 """How long after the start memory is released that served it: the first requests need not wait for that."""
 _LINGER_S = 0.5
@@ -160,6 +163,12 @@ class HttpServer:
         """Whether this process logs the engines' load; one of several does."""
         self.forgotten_return = False
         """Engines of which coordinators tell no more are started again by this process's parent."""
+        self.num_met: int | None = 1
+        """How many engines this process is to be connected to before it says that it is ready; None: it is still to be
+        told, from any thread. Coordinators tell of engines one after another, and the first may end before the others
+        are connected."""
+        self.others_serve = False
+        """Whether other processes serve at this port already: connections come here once this one can use them."""
 
     def stop(self, deadline_s: float) -> None:
         """Takes no new connections, and ends when no request runs, or after `deadline_s`. The shortest deadline
@@ -222,7 +231,7 @@ class HttpServer:
             self.scaler.pool = pool
         server = _UvicornServer(self._config(make_app(state)), self._sock)
         raise_file_limit()
-        serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+        serving = asyncio.create_task(self._listen(server, pool))
         pool.start()
         state.begin()
         try:
@@ -244,6 +253,23 @@ class HttpServer:
             raise HeadraceError(failure=failure)
         return EXIT_ENGINE_FAILED
 
+    async def _listen(self, server: _UvicornServer, pool: EnginePool) -> None:
+        if self.others_serve:
+            await self._until_met(pool)
+        if not server.connections.is_draining:
+            await server.serve(sockets=[self._sock])
+
+    async def _until_met(self, pool: EnginePool) -> None:
+        """Waits until it is connected to as many engines as it is told to be, or for a while: some may have ended."""
+        assert self._stop_asked is not None
+        end_s = math.inf
+        while not (pool.dead.is_set() or self._stop_asked.is_set() or time.monotonic() > end_s):
+            if self.num_met is not None:
+                if sum(engine.usable for engine in pool.engines) >= self.num_met:
+                    return
+                end_s = min(end_s, time.monotonic() + MEETS_WITHIN_S)
+            await asyncio.sleep(_IDLE_LOOK_S)
+
     async def _serve(
         self, state: ServerState, server: _UvicornServer, serving: asyncio.Task[None], coordinators: Sequence[str]
     ) -> Failure | None:
@@ -260,6 +286,7 @@ class HttpServer:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
+                await self._until_met(pool)
                 await self._settle(state)
                 waits.discard(started)
                 if telling is not None:

@@ -38,7 +38,15 @@ from headrace.frontend.http.process.launch import PhaseLog, say, say_ready, say_
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.server import EXIT_DONE, EXIT_ENGINE_FAILED, EXIT_ERROR, check_files, listen, url_of
-from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, Scaled, ScaleTo, WorkerOptions
+from headrace.frontend.http.process.worker import (
+    EngineDown,
+    EngineLost,
+    EnginesThere,
+    EngineUp,
+    Scaled,
+    ScaleTo,
+    WorkerOptions,
+)
 from headrace.frontend.http.server.metrics import pages_bytes
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
@@ -234,7 +242,8 @@ class _Service:
         self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
         os.ftruncate(self._pages, pages_bytes(options.api_server_count))
         self._engine_news: EngineUp | EngineDown | None = None
-        self._was_ready = False
+        self._was_ready = self._were_all_ready = False
+        """Of the first: engines and HTTP processes; of the second: engines."""
         self._joining: set[int] = set()
         """Ranks of engines that a scaling has started and that have not been ready yet."""
         self._scalings: collections.deque[_Scaling] = collections.deque()
@@ -275,7 +284,9 @@ class _Service:
 
     def _start(self, process: _HttpProcess) -> None:
         self._supervisor.start(process)
-        if self._engine_news is not None:
+        if self._were_all_ready and self._are_found:
+            self._tell(EnginesThere(num_engines=self._num_serving()), [process])
+        elif self._engine_news is not None:
             self._tell(self._engine_news, [process])
 
     def _launch_process(self, index: int) -> Child:
@@ -285,6 +296,8 @@ class _Service:
             coordinators=self._engine_options.coordinator,
             num_scalable=self._engine_options.data_parallel_size if not self._why_fixed else 0,
             why_fixed=self._why_fixed,
+            awaits_number=bool(self._keepers) and self._are_found,
+            others_serve=self._was_ready and len(self._processes) > 1,
             restarts_found=bool(self._keepers) and self._are_found and self._restarts > 0,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
@@ -378,6 +391,10 @@ class _Service:
     def _check_ready(self) -> None:
         """The start is over once all engines and all processes are ready."""
         engines_are = all(keeper.is_ready for keeper in self._keepers.values())
+        if engines_are and not self._were_all_ready:
+            self._were_all_ready = True
+            if self._are_found:
+                self._tell(EnginesThere(num_engines=self._num_serving()))
         if not self._was_ready and engines_are and all(each.is_ready for each in self._processes):
             self._was_ready = True
             self.on_ready()
@@ -422,7 +439,7 @@ class _Service:
             if not self._is_settled(scaling) and time.monotonic() < scaling.end_s:
                 return
             self._scalings.popleft()
-            num, why = sum(keeper.serves for keeper in self._keepers.values()), ""
+            num, why = self._num_serving(), ""
             if num != scaling.wanted.size:
                 why = (
                     scaling.why or "an engine has ended, or does not start or leave in time; the server's log says why"
@@ -488,9 +505,13 @@ class _Service:
             waits = "its connections wait" if isinstance(place, _HttpProcess) else "others have its requests"
             say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
 
-    def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
+    def _num_serving(self) -> int:
+        return sum(keeper.serves for keeper in self._keepers.values())
+
+    def _tell(self, news: EngineUp | EngineDown | EnginesThere, processes: Sequence[_HttpProcess] = ()) -> None:
         """processes: by default all."""
-        self._engine_news = news
+        if not isinstance(news, EnginesThere):
+            self._engine_news = news
         for process in processes or self._processes:
             with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ChildEnded follows
                 if process.child is not None:

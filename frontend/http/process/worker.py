@@ -34,7 +34,7 @@ from headrace.frontend.fleet.scaling import check_room, there_are
 from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.process.server import EXIT_ERROR, HttpServer, listen, url_of
+from headrace.frontend.http.process.server import EXIT_ERROR, MEETS_WITHIN_S, HttpServer, listen, url_of
 from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Start, Stop
@@ -43,8 +43,6 @@ from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_par
 from headrace.ipc.wait import Deadline
 
 _LOOK_S = 0.05
-_MEETS_WITHIN_S = 5.0
-"""How long this process may take to connect to the engines that the parent has started."""
 
 
 class EngineUp(Message, frozen=True):
@@ -67,6 +65,12 @@ class EngineLost(Message, frozen=True):
 
     address: str
     failure: Failure
+
+
+class EnginesThere(Message, frozen=True):
+    """All engines are ready that the parent has started and coordinators announce."""
+
+    num_engines: int
 
 
 class ScaleTo(Message, frozen=True):
@@ -110,7 +114,7 @@ class ParentScaler:
             await asyncio.sleep(_LOOK_S)
         if answer.why:
             raise HeadraceError(f"{there_are(answer.num_engines)}, and not {size}: {answer.why}")
-        end_s = time.monotonic() + _MEETS_WITHIN_S
+        end_s = time.monotonic() + MEETS_WITHIN_S
         while sum(engine.usable for engine in pool.engines) != size and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
 
@@ -194,6 +198,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Why the number of engines is fixed; empty if the parent can change it."""
     num_scalable: int
     """How many engines, which coordinators announce, the parent has started and can change the number of; 0: none."""
+    awaits_number: bool
+    """The parent sends EnginesThere: this process is ready once it is connected to so many."""
+    others_serve: bool
+    """Other HTTP processes serve already: this one replaces another."""
     restarts_found: bool
     """The parent starts engines again that coordinators announce."""
     peer_timeout_s: float | None
@@ -210,7 +218,7 @@ def main(fd: int) -> int:
     die_with_parent()
     leave_signals_to_parent()
     set_up_server_logging()
-    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown | Scaled)
+    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown | EnginesThere | Scaled)
     try:
         start = channel.receive(Deadline(10.0))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
@@ -245,13 +253,16 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
             channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
 
     server.on_ready = on_ready
+    server.num_met, server.others_serve = None if options.awaits_number else 1, options.others_serve
     server.logs_stats = options.logs_stats
     server.says_waits = options.index == 0
     scaler = ParentScaler(tell_parent, options.num_scalable) if options.num_scalable else None
     server.scaler, server.why_fixed = scaler, options.why_fixed
 
-    def take(news: EngineUp | EngineDown | Scaled) -> None:
-        if not isinstance(news, Scaled):
+    def take(news: EngineUp | EngineDown | EnginesThere | Scaled) -> None:
+        if isinstance(news, EnginesThere):
+            server.num_met = news.num_engines
+        elif not isinstance(news, Scaled):
             kept.tell(news)
         elif scaler is not None:
             scaler.note(news)
