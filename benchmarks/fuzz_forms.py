@@ -327,14 +327,13 @@ class Engine:
         wanted = StructuredOutput(kind=kind, text=text, backend=library, disable_fallback=True)
         held_before = _private_bytes()
         done = {"outcome": "accepted", "compile_s": 0.0, "call_s": 0.0, "tokens": 0, "bytes": 0}
-        backend = self._backends._backend(library)
         try:
-            self._backends._trial.check(library, wanted)
+            held = self._backends._memory.hold(self._backends._trial.check(library, wanted))
         except HeadraceError as error:
             return {**done, "outcome": _outcome(str(error))}
         began_s = time.thread_time()
         try:
-            start = backend.compile(wanted)
+            start = self._backends._follower.compile(library, wanted, held)
         except HeadraceError as error:
             return {**done, "outcome": f"differs: {error}"}
         done["compile_s"] = time.thread_time() - began_s
@@ -347,7 +346,7 @@ class Engine:
         mask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
         for _ in range(MOST_TOKENS):
             began_s = time.thread_time()
-            self._backends.fill([(matcher, 0, [])], mask)
+            self._backends.begin([(matcher, 0, [])])(mask)
             forced = matcher.forced_tokens()
             matcher.num_valid(forced[:4])
             ended = matcher.is_complete or bool(matcher.problem)

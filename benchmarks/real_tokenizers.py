@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from report import Report
 from tokenizers import Tokenizer
 
-from headrace.core.structured_output.backend import Vocabulary
-from headrace.core.structured_output.backends import make_backend
+from headrace.core.structured_output.backend import Vocabulary, make_backend
 from headrace.executor.checkpoints.tokenizers.mistral.sentencepiece_model import sentencepiece_tokenizer
 from headrace.executor.checkpoints.tokenizers.mistral.tekken import tekken_tokenizer
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls

@@ -131,9 +131,6 @@ class EngineCore:
             phases("tokenizer")
             bundle, info = tokenizer.result()
         backends = _grammar_backends(plan, bundle)
-        if self._options.data_parallel_size > 1 or self._options.coordinator:
-            phases("grammars")
-            backends.load()
         phases("")
         self.startup_s, of_ranks = phases.seconds, executor.ranks_startup_s
         facts = self.facts = msgspec.structs.replace(facts, startup_s=self.startup_s, ranks_startup_s=of_ranks)

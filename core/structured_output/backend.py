@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,8 +10,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from headrace.core.structured_output.held_memory import Held
-from headrace.ipc.failure import let_interrupts_pass
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
 MOST_FORCED = 1024
@@ -42,8 +42,6 @@ class Guarded:
     Some grammars are cheap at first, and slower with every token: ambiguous ones take seconds per mask after a hundred.
     """
 
-    held: Held | None = None
-    """The memory of its form, which copies share but for some percent."""
     stopped = ""
     """Why the matcher cannot continue: a step took longer than MOST_STEP_S, or the library failed in it."""
 
@@ -77,14 +75,6 @@ class _Step:
 class Matcher(Protocol):
     """The state of one answer in its grammar. It depends only on the tokens that it has accepted."""
 
-    held: Held | None
-    """As `Guarded.held`."""
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that fills its masks."""
-        ...
-
     def accept(self, token_id: int) -> bool:
         """Accepts the answer's next token. False if the grammar does not allow it; the matcher is then unusable."""
         ...
@@ -115,12 +105,23 @@ class Matcher(Protocol):
         ...
 
 
+class FormMatcher(Matcher, Protocol):
+    """One of a library."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that fills its masks."""
+        ...
+
+    def copy(self) -> FormMatcher: ...
+
+
 class Backend(Protocol):
     """One grammar library with one tokenizer. Several threads may call `compile` at the same time."""
 
     name: str
 
-    def compile(self, wanted: StructuredOutput) -> Matcher:
+    def compile(self, wanted: StructuredOutput) -> FormMatcher:
         """A matcher at the start of the grammar. Raises InvalidRequestError with the library's reason."""
         ...
 
@@ -131,10 +132,26 @@ class Backend(Protocol):
     def stop(self) -> None:
         """Ends threads and processes that it has started."""
 
-    def fill(self, positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+    def fill(self, positions: Sequence[tuple[FormMatcher, int, list[int]]], masks: np.ndarray) -> None:
         """Writes the masks of the tokens allowed next into `masks`, [num_masks, num_words] int32, as in TokenMasks.
 
         A position is given as a matcher, the index of its mask, and draft tokens that its grammar allows. The masks
         after each draft token follow at the next indices.
         """
         ...
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Loads a library, in up to a second. Raises InvalidRequestError if it is missing or cannot read the tokenizer."""
+    try:
+        module = importlib.import_module(f"headrace.core.structured_output.{name}_backend")
+        backend: Backend = module.BACKEND(
+            vocabulary.tokenizer_json.decode(), vocabulary.vocab_size, vocabulary.eos_token_ids
+        )
+        return backend
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(f"{name} cannot be used: the engine lacks {error.name}; pip install {name}") from None
+    except HeadraceError:
+        raise
+    except Exception as error:  # libraries raise various types for an unknown kind of tokenizer
+        raise InvalidRequestError(f"{name} cannot read this model's tokenizer: {error}") from error

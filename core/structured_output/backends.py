@@ -1,42 +1,27 @@
-"""Chooses the library for a request's grammar. The first request that needs a library, or `prepare`, loads it."""
+"""Chooses the library for a request's grammar. No library is loaded in the engine: a trial tries the grammar, and then
+another process follows it (process.py), which the first request that needs it, or `prepare`, starts."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
 
 from headrace.core.options.structured_outputs import BACKENDS, StructuredOutputs
-from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.backend import Matcher, Vocabulary
+from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.plain import is_plain
-from headrace.core.structured_output.thinking import allow, split
+from headrace.core.structured_output.thinking import allow, for_forms, split
 from headrace.core.structured_output.trial import OTHER, PLAIN, Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
 logger = logging.getLogger(__name__)
-
-
-def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Loads a library, in up to a second. Raises InvalidRequestError if it is missing or cannot read the tokenizer."""
-    try:
-        module = importlib.import_module(f"headrace.core.structured_output.{name}_backend")
-        backend: Backend = module.BACKEND(
-            vocabulary.tokenizer_json.decode(), vocabulary.vocab_size, vocabulary.eos_token_ids
-        )
-        return backend
-    except ModuleNotFoundError as error:
-        raise InvalidRequestError(f"{name} cannot be used: the engine lacks {error.name}; pip install {name}") from None
-    except HeadraceError:
-        raise
-    except Exception as error:  # libraries raise various types for an unknown kind of tokenizer
-        raise InvalidRequestError(f"{name} cannot read this model's tokenizer: {error}") from error
 
 
 class Backends:
@@ -46,13 +31,18 @@ class Backends:
 
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary
-        self._trial = Trial(vocabulary, options.backends[0])
+        self._follower = Follower(vocabulary, options.backends[0])
+        self._trial = Trial(self._follower.helper)
         self._memory = HeldMemory()
-        self._lock = threading.Lock()
-        self._made: dict[str, Backend] = {}
+        self._used = set[str]()
+
+    def start(self) -> None:
+        """Starts the processes, without waiting. They have the priority of the thread that calls this."""
+        if self._vocabulary.tokenizer_json:
+            self._follower.start()
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
-        """Compiles the grammar in the trial process, and then here. Raises QueueFullError if there is no memory."""
+        """Has the grammar tried, and then compiled to be followed. Raises QueueFullError if there is no memory."""
         if not self._vocabulary.tokenizer_json:
             raise InvalidRequestError(
                 "SamplingParams.structured_outputs needs the model's tokenizer, and the engine runs without one "
@@ -80,33 +70,37 @@ class Backends:
             raise
 
     def prepare(self) -> None:
-        """Loads the first library, here and in the trial process, before a request needs it."""
+        """Loads the first library before a request needs it."""
         with contextlib.suppress(HeadraceError):  # the first request gets the error
             self.compile(StructuredOutput(kind="regex", text="a"))
 
-    def load(self) -> None:
-        """Loads the first library here. That takes a second or more of the interpreter's time, in which nothing else of
-        this process runs: so it is done before the engine serves where others may take its silence for a loss."""
-        if self._vocabulary.tokenizer_json:
-            with contextlib.suppress(HeadraceError):  # the first request gets the error
-                self._backend(self._options.backends[0])
+    def advance(self, passed: Sequence[tuple[Matcher, list[int]]]) -> None:
+        """Tells which tokens the matchers are to accept next, so that one message passes them all on."""
+        if ahead := for_forms(passed):
+            self._follower.advance(cast(list[tuple[FollowedMatcher, list[int]]], ahead))
 
-    def fill(self, positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
-        positions, openers = split(positions, masks)
-        made = list(self._made.values())
-        for backend in made:
-            own = positions if len(made) == 1 else [each for each in positions if each[0].backend is backend]
-            if own:
-                backend.fill(own, masks)
-        for at, token_id in openers:
-            allow(masks[at], token_id)
+    def begin(self, positions: Sequence[tuple[Matcher, int, list[int]]]) -> Callable[[np.ndarray], None]:
+        """Begins to make the masks of the tokens allowed next, for matchers that do not advance until they are written.
+        The result writes them into `masks`, [num_masks, num_words] int32, as in TokenMasks.
 
-    def forget(self) -> None:
-        for each in self._made.values():
-            each.forget()
+        A position is given as a matcher, the index of its mask, and draft tokens that its grammar allows. The masks
+        after each draft token follow at the next indices.
+        """
+        left, own, openers = split(positions)
+        begun = self._follower.begin(cast(Sequence[tuple[FollowedMatcher, int, list[int]]], left)) if left else None
+
+        def write(masks: np.ndarray) -> None:
+            for matcher, at, drafts in own:
+                matcher.fill_own(at, drafts, masks)
+            if begun is not None:
+                begun.write(masks)
+            for at, token_id in openers:
+                allow(masks[at], token_id)
+
+        return write
 
     def stop(self) -> None:
-        self._trial.stop()
+        self._follower.stop()
 
     def _named(self, backend: str) -> Sequence[str]:
         if backend in ("", "auto"):
@@ -118,16 +112,8 @@ class Backends:
         return BACKENDS[backend]
 
     def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
-        self._trial.start()  # the trial process starts while the library is loaded here
-        backend = self._backend(name)
         held = self._memory.hold(self._trial.check(name, wanted, PLAIN if is_plain(wanted) else OTHER))
-        matcher = backend.compile(wanted)
-        matcher.held = held
-        return matcher
-
-    def _backend(self, name: str) -> Backend:
-        with self._lock:
-            if name not in self._made:
-                self._made[name] = make_backend(name, self._vocabulary)
-                logger.info("structured outputs use the backend %s", name)
-            return self._made[name]
+        if name not in self._used:
+            self._used.add(name)
+            logger.info("structured outputs use the backend %s", name)
+        return self._follower.compile(name, wanted, held)

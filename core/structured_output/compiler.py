@@ -53,6 +53,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Loads the library that the first request would wait for, on a low-priority thread."""
+        self._backend.start()
         self._others.submit(self._backend.prepare)
 
     def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
@@ -71,6 +72,7 @@ class GrammarCompiler:
                 request.matcher = _matcher_for(request, compiled)
                 return ()
             if gate not in self._waiting:
+                self._backend.start()  # here: a process has the priority of the thread that starts it
                 self._waiting[gate] = []
                 self._plain.submit(self._route, gate, wanted)
             self._waiting[gate].append(request)

@@ -89,9 +89,7 @@ class LLGuidanceMatcher(Guarded):
         return self._forced
 
     def copy(self) -> LLGuidanceMatcher:
-        twin = LLGuidanceMatcher(self.backend, self.matcher.deep_copy(), self.mask, self._forced)
-        twin.held = self.held
-        return twin
+        return LLGuidanceMatcher(self.backend, self.matcher.deep_copy(), self.mask, self._forced)
 
     def fill(self, index: int, drafts: Sequence[int], masks: np.ndarray) -> None:
         """Writes the masks of this state and of those after each draft token, from masks[index] on."""

@@ -16,13 +16,12 @@ the answer with anything else, as the form could not be applied to that.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.structured_output.backend import Backend, Matcher
-from headrace.core.structured_output.held_memory import Held
+from headrace.core.structured_output.backend import Matcher
 from headrace.ipc.messages import Thinking
 
 
@@ -89,9 +88,6 @@ class Marker:
 class ThinkingMatcher:
     """A `Matcher` that makes its own masks until AFTER, and then uses those of the form's matcher."""
 
-    held: Held | None = None
-    """Its form's matcher has the memory."""
-
     def __init__(
         self,
         thinking: Thinking,
@@ -111,10 +107,6 @@ class ThinkingMatcher:
         self._position = position or self._entered(ReasoningPosition(start))
 
     # --- as a matcher ---------------------------------------------------------------------------------------------
-
-    @property
-    def backend(self) -> Backend:
-        raise AssertionError("`split` has given its positions to the backends")
 
     def accept(self, token_id: int) -> bool:
         if self._position.stage is Stage.BEFORE and self._form is not None and not self._opens(token_id):
@@ -148,19 +140,29 @@ class ThinkingMatcher:
             return [] if self._form is None else self._form.forced_tokens()
         return self._forced(self._position)
 
+    @property
+    def present_form(self) -> Matcher | None:
+        """The form's matcher if all tokens from here on are for it."""
+        return self._form if self._position.stage is Stage.AFTER else None
+
     def copy(self) -> ThinkingMatcher:
         form = None if self._form is None else self._form.copy()
         return ThinkingMatcher(self._thinking, form, self._position, self._markers)
 
     # --- masks ----------------------------------------------------------------------------------------------------
 
-    def fill_own(self, at: int, drafts: list[int], masks: np.ndarray) -> tuple[Matcher, int, list[int]] | None:
-        """Writes those masks, from masks[at] on, that the form's matcher does not make. Returns the position of the
-        others in the form of `Backend.fill`, or None."""
-        position = self._position
-        for nth in range(len(drafts) + 1):
+    def rest(self, at: int, drafts: list[int]) -> Position | None:
+        """The position, as in `Backend.fill`, of those masks that the form's matcher makes."""
+        for nth, position in enumerate(self._positions(drafts)):
             if self._form is not None and position.stage in (Stage.BEFORE, Stage.AFTER):
                 return self._form, at + nth, drafts[nth:]
+        return None
+
+    def fill_own(self, at: int, drafts: list[int], masks: np.ndarray) -> None:
+        """Writes the others, from masks[at] on."""
+        for nth, position in enumerate(self._positions(drafts)):
+            if self._form is not None and position.stage in (Stage.BEFORE, Stage.AFTER):
+                return
             if forced := self._forced(position):
                 masks[at + nth] = 0
                 allow(masks[at + nth], forced[0])
@@ -168,9 +170,14 @@ class ThinkingMatcher:
                 masks[at + nth] = -1
                 for token_id in self._merged(position):
                     forbid(masks[at + nth], token_id)
-            if nth < len(drafts):
-                position = self._next(position, drafts[nth])
-        return None
+
+    def _positions(self, drafts: list[int]) -> Iterator[ReasoningPosition]:
+        """Where it is now, and after each draft."""
+        position = self._position
+        yield position
+        for token_id in drafts:
+            position = self._next(position, token_id)
+            yield position
 
     @property
     def opener(self) -> int | None:
@@ -231,21 +238,33 @@ class ThinkingMatcher:
         return position
 
 
+Position = tuple[Matcher, int, list[int]]
+
+
+def for_forms(passed: Sequence[tuple[Matcher, list[int]]]) -> list[tuple[Matcher, list[int]]]:
+    """The tokens that forms' matchers are to accept, of those that matchers are to accept."""
+    forms = [
+        (each.present_form if isinstance(each, ThinkingMatcher) else each, token_ids) for each, token_ids in passed
+    ]
+    return [(form, token_ids) for form, token_ids in forms if form is not None]
+
+
 def split(
-    positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray
-) -> tuple[list[tuple[Matcher, int, list[int]]], list[tuple[int, int]]]:
-    """Fills the masks that thinking matchers make themselves. Returns the positions that backends fill, and pairs of
-    mask index and token to allow in addition."""
-    left, openers = [], []
+    positions: Sequence[Position],
+) -> tuple[list[Position], list[tuple[ThinkingMatcher, int, list[int]]], list[tuple[int, int]]]:
+    """Divides the positions of masks: those that forms' matchers make, those of which thinking matchers make some
+    themselves, and pairs of mask index and token to allow in addition."""
+    left, own, openers = list[Position](), [], []
     for matcher, at, drafts in positions:
         if not isinstance(matcher, ThinkingMatcher):
             left.append((matcher, at, drafts))
             continue
         if (opener := matcher.opener) is not None:
             openers.append((at, opener))
-        if (rest := matcher.fill_own(at, drafts, masks)) is not None:
+        own.append((matcher, at, drafts))
+        if (rest := matcher.rest(at, drafts)) is not None:
             left.append(rest)
-    return left, openers
+    return left, own, openers
 
 
 def forbid(mask: np.ndarray, token_id: int) -> None:

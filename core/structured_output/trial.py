@@ -2,38 +2,39 @@
 
 A schema whose references form a long chain overflows a library's stack, which would end the engine; another of a
 hundred bytes computes for minutes, or takes gigabytes. Such a grammar ends only the process that tries it, for which
-the kernel limits CPU time and memory. No grammar is compiled in the engine that was not compiled and followed here.
+the kernel limits CPU time and memory. No grammar is followed for requests (following.py) that was not compiled and
+followed here.
 
-Reading a tokenizer takes seconds, so a helper (`ipc/process/helper.py`) reads it once and forks the processes that try
-grammars. Each serves one lane: forms known to be cheap (`plain.py`) have a lane of their own, in which no other form
-delays them.
+Each of two processes (process.py) serves one lane: forms known to be cheap (`plain.py`) have a lane of their own, in
+which no other form delays them.
 
-    core                                  helper: reads the tokenizer, forks, and waits for the end of
-    Trial.check -- Candidate -->            a process per lane: compile, follow some tokens
+    core                                  a process per lane
+    Trial.check -- Candidate -->            compiles, and follows some tokens
                 <-- Verdict ----            (or WorkerEnded)
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
 
-from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.backend import Backend, FormMatcher
 from headrace.core.structured_output.refusals import NO_ANSWER
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.process.background import give_way
 from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.process.helper import Helper, WorkerEnded, WorkerReady, limit_memory, run_helper
+from headrace.ipc.process.helper import Helper, WorkerEnded, limit_memory
 from headrace.ipc.process.resources import allocated_bytes
-from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.wait import Deadline, WaitTimeoutError
+from headrace.ipc.transport.channel import ChannelClosedError
+from headrace.ipc.wait import WaitTimeoutError
 
 PLAIN, OTHER = LANES = (0, 1)
 """Lanes of plain forms, and of all others."""
@@ -54,12 +55,6 @@ WALK_TOKENS = 12
 """Tokens of a random answer that the trial accepts: some grammars are slow only after their beginning."""
 
 
-class Beginning(msgspec.Struct, frozen=True, tag=True):
-    vocabulary: Vocabulary
-    backend: str
-    """The library to load before the first fork. Others are loaded by the process that needs them."""
-
-
 class Candidate(msgspec.Struct, frozen=True, tag=True):
     backend: str
     wanted: StructuredOutput
@@ -73,20 +68,13 @@ class Verdict(msgspec.Struct, frozen=True, tag=True):
     """Memory that the form takes, compiled and followed for a while."""
 
 
-TrialMessage = Beginning | Candidate | Verdict | WorkerReady | WorkerEnded
-
-
 class Trial:
-    """Owns the trial process, which starts with the first grammar. Thread-safe: grammars of one lane take turns."""
+    """Tries grammars. Thread-safe: those of one lane take turns."""
 
-    def __init__(self, vocabulary: Vocabulary, backend: str) -> None:
-        """backend: the library that most grammars need."""
-        self.helper = Helper(__name__, TrialMessage, len(LANES), beginning=Beginning(vocabulary, backend))
+    def __init__(self, helper: Helper) -> None:
+        """helper: process.py:grammar_helper."""
+        self.helper = helper
         self._turns = [threading.Lock() for _ in LANES]
-
-    def start(self) -> None:
-        """Starts the process, without waiting, if it does not run."""
-        self.helper.start()
 
     def check(self, backend: str, wanted: StructuredOutput, lane: int = OTHER) -> int:
         """The bytes that the grammar takes. Raises InvalidRequestError if it cannot be compiled or costs too much."""
@@ -99,10 +87,6 @@ class Trial:
         if verdict.problem:
             raise InvalidRequestError(verdict.problem)
         return verdict.num_bytes
-
-    def stop(self) -> None:
-        """Kills the process, which also ends calls that wait for it."""
-        self.helper.stop()
 
     def _try(self, candidate: Candidate, lane: int) -> Verdict | None:
         """None if a process was killed from outside."""
@@ -129,34 +113,31 @@ def _verdict_of(status: int) -> Verdict | None:
     return Verdict(f"SamplingParams.structured_outputs: {said}")
 
 
-class _Trying:
+class Trying:
     """The work of a process that tries grammars."""
 
-    def __init__(self, channel: Channel) -> None:
-        from headrace.core.structured_output.backends import make_backend
-
-        beginning: Beginning = channel.receive(Deadline(None))
-        self._vocabulary = beginning.vocabulary
-        self._made: dict[str, Backend] = {}
-        with contextlib.suppress(HeadraceError):  # the first grammar gets the error
-            self._made[beginning.backend] = make_backend(beginning.backend, beginning.vocabulary)
+    def __init__(self, backend_of: Callable[[str], Backend], made: Mapping[str, Backend], vocab_size: int) -> None:
+        """backend_of: loads a library, once, into `made`."""
+        self._backend_of, self._made, self._vocab_size = backend_of, made, vocab_size
 
     def begin(self) -> None:
+        give_way()
+        self._limit()
+
+    def _limit(self) -> None:
         limit_memory(MOST_BYTES)
         self._allocated = allocated_bytes()
 
     def do(self, candidate: Candidate) -> Verdict:
-        from headrace.core.structured_output.backends import make_backend
-
         made, num_bytes = self._made, QUICK_BYTES
         try:
             if candidate.backend not in made:
-                made[candidate.backend] = make_backend(candidate.backend, self._vocabulary)
-                self.begin()
+                self._backend_of(candidate.backend)
+                self._limit()
             signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
             backend, began_s = made[candidate.backend], time.thread_time()
             matcher = backend.compile(candidate.wanted)
-            problem = _walk(backend, matcher, self._vocabulary.vocab_size)
+            problem = _walk(backend, matcher, self._vocab_size)
             problem = problem and f"SamplingParams.structured_outputs: {problem}"
             if len(candidate.wanted.text) > MEASURED_CHARACTERS or time.thread_time() - began_s > MEASURED_S:
                 num_bytes = max(QUICK_BYTES, allocated_bytes() - self._allocated)
@@ -166,13 +147,10 @@ class _Trying:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if problem and candidate.backend in made:
-            # The engine will not compile this grammar. Without its cached parts there, a later grammar must not seem
-            # cheaper here than it is in the engine.
+            # Nobody will follow this grammar. A later one must not seem cheaper here, by parts of it in caches, than it
+            # is where it is followed.
             made[candidate.backend].forget()
         return Verdict(problem, num_bytes)
-
-    def is_bloated(self) -> bool:
-        return False
 
 
 def stack_bytes() -> int:
@@ -182,7 +160,7 @@ def stack_bytes() -> int:
     return MOST_STACK_BYTES if limit == resource.RLIM_INFINITY else min(MOST_STACK_BYTES, limit // 2)
 
 
-def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
+def _walk(backend: Backend, matcher: FormMatcher, vocab_size: int) -> str:
     """Accepts some random tokens. Returns why the matcher cannot be used, or ""."""
     chance = random.Random(0)
     mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
@@ -199,7 +177,3 @@ def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
         if not matcher.accept(32 * word + chance.choice(bits)):
             break
     return matcher.problem
-
-
-if __name__ == "__main__":
-    run_helper(TrialMessage, _Trying, stack_bytes=stack_bytes())

@@ -142,7 +142,7 @@ class XGrammarMatcher(Guarded):
 
     def copy(self) -> XGrammarMatcher:
         twin = XGrammarMatcher(self.backend, self.matcher.fork(), is_json=self._is_json)  # type: ignore[arg-type]
-        twin._last, twin.held = self._last, self.held
+        twin._last = self._last
         return twin
 
 

@@ -76,7 +76,9 @@ class TemplateRenderer:
     """Owns the helper program and its lanes. Thread-safe."""
 
     def __init__(self) -> None:
-        self._helper = Helper("headrace.frontend.text.template_process", TemplateMessage, _LANES, answers_soon=True)
+        self._helper = Helper(
+            "headrace.frontend.text.template_process", TemplateMessage, _LANES, answers_soon=range(_LANES)
+        )
         self._free = list(reversed(range(_LANES)))  # the last is taken, which knows the usual template
         self._has_free = threading.Condition()
         self.threads = self._new_threads()

@@ -21,7 +21,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -93,14 +93,17 @@ class Helper:
         *,
         beginning: Any = None,
         environment: Mapping[str, str] | None = None,
-        answers_soon: bool = False,
+        pass_fds: Sequence[int] = (),
+        answers_soon: Collection[int] = (),
     ) -> None:
         """module: calls `run_helper`. messages: the union of those in both directions. beginning: the first message,
-        for the helper itself. environment: variables in addition to this process's. answers_soon: most work takes less
-        than a caller takes to fall asleep and be woken."""
+        for the helper itself. environment: variables in addition to this process's. pass_fds: files that it gets under
+        the same numbers. answers_soon: lanes of which most work takes less than a caller takes to fall asleep and be
+        woken."""
         self._module, self._messages, self._num_lanes = module, messages, num_lanes
         self._beginning, self._environment = beginning, environment or {}
-        self._looking = Looking() if answers_soon else None
+        self._pass_fds = tuple(pass_fds)
+        self._looking = {lane: Looking() for lane in answers_soon}
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._owner = os.getpid()
@@ -124,7 +127,7 @@ class Helper:
         except (ChannelClosedError, WaitTimeoutError) as error:
             self._end(running)
             raise ChannelClosedError(str(error)) from error
-        return Sent(running, lane, self._end, self._looking)
+        return Sent(running, lane, self._end, self._looking.get(lane))
 
     def end(self) -> None:
         """Ends the process; the next work starts another."""
@@ -157,7 +160,7 @@ class Helper:
             process = subprocess.Popen(
                 python_command("-m", self._module, str(os.getpid()), *map(str, numbers)),
                 cwd=starting_folder(),
-                pass_fds=numbers,
+                pass_fds=(*numbers, *self._pass_fds),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what matters is in the answer, and nothing may hold the parent's pipes
@@ -219,7 +222,7 @@ class Sent:
 class Work(Protocol):
     """What a worker does."""
 
-    def begin(self) -> None:
+    def begin(self, lane: int) -> None:
         """Called in each new worker, such as to limit its memory."""
         ...
 
@@ -232,12 +235,14 @@ class Work(Protocol):
         ...
 
 
-def run_helper(messages: Any, load: Callable[[Channel], Work], *, stack_bytes: int | None = None) -> NoReturn:
+def run_helper(
+    messages: Any, load: Callable[[Channel], Work], *, stack_bytes: Mapping[int, int] | None = None
+) -> NoReturn:
     """Main function of a helper program: forks a worker per lane, each again when it ends, until the parent closes the
     channels or ends.
 
-    load: loads what the work needs; its argument brings the beginning, if there is one. stack_bytes: workers work on a
-    thread with a stack of this size.
+    load: loads what the work needs; its argument brings the beginning, if there is one. stack_bytes: of lanes whose
+    workers work on a thread with a stack of this size.
     """
     leave_signals_to_parent()  # the parent ends this process by closing the channels
     parent, *numbers = map(int, sys.argv[1:])
@@ -250,11 +255,11 @@ def run_helper(messages: Any, load: Callable[[Channel], Work], *, stack_bytes: i
             gc.freeze()  # else the first collection in each worker would copy all pages with objects
             for channel in channels:
                 channel.send(WorkerReady())
-            _fork_workers(channels, parents_end, work, stack_bytes)
+            _fork_workers(channels, parents_end, work, stack_bytes or {})
     os._exit(0)
 
 
-def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, stack_bytes: int | None) -> None:
+def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, stack_bytes: Mapping[int, int]) -> None:
     states = mmap.mmap(-1, len(channels))
     poller = select.poll()
     poller.register(parents_end, select.POLLIN)
@@ -266,7 +271,7 @@ def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, sta
         states[lane] = _IDLE
         if (pid := os.fork()) == 0:
             die_with_parent(helper)
-            _work(channels, lane, states, work, stack_bytes)
+            _work(channels, lane, states, work, stack_bytes.get(lane))
         pidfd = open_pidfd(pid)
         poller.register(pidfd, select.POLLIN)
         workers[pidfd] = lane, pid
@@ -300,7 +305,7 @@ def _work(channels: Sequence[Channel], lane: int, states: mmap.mmap, work: Work,
     def serve() -> None:
         nonlocal status
         try:
-            work.begin()
+            work.begin(lane)
             while True:
                 channel.wait(Deadline(None))
                 states[lane] = _RECEIVING

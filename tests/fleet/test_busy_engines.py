@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from busy_executor import BUSY
@@ -20,9 +19,6 @@ from server_here import serving_here
 from source_tree import PYTHONPATH
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.core.engine.engine import EngineCore
-from headrace.core.engine.memory_port import MemoryPort
-from headrace.core.options.parsing import parse_options
 from headrace.frontend.client import engine_process
 from headrace.frontend.client.engine_process import EngineProcess
 from headrace.frontend.fleet.engine import Engine
@@ -141,21 +137,6 @@ def test_the_metrics_and_the_log_ask_all_engines_at_once(monkeypatch: pytest.Mon
         logging.cancel()
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("options", "is_of_several"),
-    [({}, False), ({"data_parallel_size": 2}, True), ({"coordinator": ["ipc:///none"]}, True)],
-    ids=str,
-)
-def test_an_engine_of_several_loads_its_grammars_library_before_it_is_ready(
-    options: dict[str, Any], is_of_several: bool
-) -> None:
-    """In that second it answers nobody, which its clients would take for a loss."""
-    core = EngineCore(parse_options(model="null", distributed_executor_backend=BACKEND, **options), MemoryPort())
-    core.start()
-    core.close()
-    assert ("grammars" in core.startup_s) == is_of_several
 
 
 def test_the_servers_option_sets_how_long_an_engine_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 
 from headrace import LLM, SamplingParams, StructuredOutputsParams
-from headrace.core.structured_output.backends import Backends
+from headrace.core.structured_output.follower import Masks
 from headrace.executor.gpu.runner import GpuRunner
 
 OPTIONS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_answers_that_have_a_form_are_those_of_the_cpu(folder: str, more: dict[s
 
 
 def test_masks_are_made_while_the_model_of_their_step_runs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU has its model to compute by then, and the host is free to make them."""
+    """They are waited for when the GPU has its model to compute."""
     events = list[str]()
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def test_masks_are_made_while_the_model_of_their_step_runs(folder: str, monkeypa
         (GpuRunner, "_decode", "model"),
         (GpuRunner, "_mixed", "model"),
         (GpuRunner, "submit", "submitted"),
-        (Backends, "fill", "masks"),
+        (Masks, "write", "masks"),
     ):
         monkeypatch.setattr(cls, method, noted(name, getattr(cls, method)))
     with LLM(folder, **OPTIONS, **ON_A_GPU) as llm:

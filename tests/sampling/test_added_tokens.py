@@ -15,8 +15,7 @@ from family_answers import WAYS, Way
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from headrace.core.structured_output.backend import Backend, Vocabulary
-from headrace.core.structured_output.backends import make_backend
+from headrace.core.structured_output.backend import Backend, Vocabulary, make_backend
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.declaration import load_format
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls

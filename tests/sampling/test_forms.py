@@ -17,6 +17,7 @@ from test_grammar_backends import NAMES, VOCABULARY, compiled, each_backend, tak
 from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.structured_output.backend import MOST_FORCED
 from headrace.core.structured_output.expressions import in_common_words
+from headrace.core.structured_output.follower import Follower
 from headrace.core.structured_output.trial import Trial
 from headrace.frontend.request.parameters.structured_outputs import from_response_format
 from headrace.ipc.messages import StructuredOutput
@@ -24,9 +25,9 @@ from headrace.ipc.messages import StructuredOutput
 
 @pytest.fixture
 def trial() -> Iterator[Trial]:
-    trial = Trial(VOCABULARY, "llguidance")
-    yield trial
-    trial.stop()
+    follower = Follower(VOCABULARY, "llguidance")
+    yield Trial(follower.helper)
+    follower.stop()
 
 
 # --- regular expressions ----------------------------------------------------------------------------------------------

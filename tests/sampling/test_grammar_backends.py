@@ -27,8 +27,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headrace import LLM, InvalidRequestError, OptionError
 from headrace.core.options.structured_outputs import structured_outputs_of
-from headrace.core.structured_output.backend import Backend, Vocabulary
-from headrace.core.structured_output.backends import make_backend
+from headrace.core.structured_output.backend import Backend, Vocabulary, make_backend
 from headrace.ipc.extras import how_to_install
 from headrace.ipc.messages import StructuredOutput
 
@@ -302,7 +301,7 @@ def test_xgrammars_library_is_loaded_without_torch_and_transformers(tmp_path: Pa
 import sys
 from pathlib import Path
 from headrace.core.structured_output.backend import Vocabulary
-from headrace.core.structured_output.backends import make_backend
+from headrace.core.structured_output.backend import make_backend
 from headrace.ipc.messages import StructuredOutput
 vocabulary = Vocabulary(tokenizer_json=Path(sys.argv[1]).read_bytes(), vocab_size={VOCAB_SIZE}, eos_token_ids=(1,))
 matcher = make_backend("xgrammar", vocabulary).compile(StructuredOutput(kind="choice", text='["yes"]'))

@@ -28,9 +28,10 @@ from headrace.core.structured_output import backend, llguidance_backend, xgramma
 from headrace.core.structured_output.backend import Backend, Guarded
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
+from headrace.core.structured_output.follower import Follower
 from headrace.core.structured_output.forms import prepared
 from headrace.core.structured_output.held_memory import Held, HeldMemory
-from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD, LLGuidanceBackend
+from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD
 from headrace.core.structured_output.trial import QUICK_BYTES, Trial, stack_bytes
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.request.parameters.structured_outputs import from_body
@@ -143,9 +144,9 @@ CRASHES: dict[str, Any] = {
 
 @pytest.fixture
 def trial() -> Iterator[Trial]:
-    trial = Trial(VOCABULARY, "llguidance")
-    yield trial
-    trial.stop()
+    follower = Follower(VOCABULARY, "llguidance")
+    yield Trial(follower.helper)
+    follower.stop()
 
 
 def process_of(trial: Trial) -> psutil.Process:
@@ -172,16 +173,14 @@ AS_BODY: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("route", AS_BODY)
 @pytest.mark.parametrize("name", CRASHES)
-def test_no_form_reaches_a_library_in_the_engine_before_the_trial_process(
-    name: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the trial process refuses, the engine does not even begin to compile."""
+def test_no_form_is_followed_before_its_trial(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the trial process refuses, the process that follows all grammars does not even begin to compile."""
     body = CompletionRequest(prompt="a", **AS_BODY[route](CRASHES[name]["json"]))
     params = from_body(body)
     assert params is not None
     backends = Backends(StructuredOutputs(), VOCABULARY)
     compiled = list[StructuredOutput]()
-    monkeypatch.setattr(LLGuidanceBackend, "compile", lambda self, wanted: compiled.append(wanted))
+    monkeypatch.setattr(Follower, "compile", lambda self, backend, wanted, held: compiled.append(wanted))
     try:
         with pytest.raises(InvalidRequestError, match=r"ended with status -11|SamplingParams.structured_outputs"):
             backends.compile(params.to_wire())
@@ -239,9 +238,9 @@ def test_a_trial_process_that_is_killed_from_outside_is_started_again(trial: Tri
     def has_each_lane() -> bool:
         """A worker that is killed at the end of its work ends its helper, and the next work starts another."""
         trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
-        return len(forked_by(process_of(trial))) == 2
+        return len(forked_by(process_of(trial))) == 3
 
-    trial.start()
+    trial.helper.start()
     process_of(trial).terminate()  # before it could leave that to its parent
     for nth in range(3):
         wait_until(has_each_lane, 30, "a process for each lane")
@@ -255,9 +254,9 @@ def test_a_trial_process_that_is_killed_from_outside_is_started_again(trial: Tri
 def test_no_process_is_left_when_the_trial_stops(trial: Trial) -> None:
     trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
     processes = [process_of(trial), *forked_by(process_of(trial))]
-    assert len(processes) == 3
+    assert len(processes) == 4
     processes[1].suspend()  # one that reads nothing ends too
-    trial.stop()
+    trial.helper.stop()
     assert not still_alive(processes, 30)
 
 
@@ -282,7 +281,7 @@ class Form(Guarded):
 
 def test_forms_that_would_fill_the_memory_wait_for_those_of_others() -> None:
     memory, news = HeldMemory(1000), queue.SimpleQueue[Any]()
-    forms: Any = SimpleNamespace(compile=lambda wanted: Form(memory.hold(400)), stop=lambda: None)
+    forms: Any = SimpleNamespace(compile=lambda wanted: Form(memory.hold(400)), start=lambda: None, stop=lambda: None)
     compiler = GrammarCompiler(forms, news.put)
 
     def asked(text: str) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace import LLM
-from headrace.core.structured_output.backend import Vocabulary
-from headrace.core.structured_output.backends import make_backend
+from headrace.core.structured_output.backend import Vocabulary, make_backend
 from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import StructuredOutput, Thinking
@@ -61,7 +61,8 @@ def matcher_of(budget: int | None = None, *, is_open: bool = True, with_form: bo
 
 def mask_of(matcher: ThinkingMatcher) -> set[int]:
     mask = np.zeros((1, -(-SIZE // 32)), np.int32)
-    rest = matcher.fill_own(0, [], mask)
+    matcher.fill_own(0, [], mask)
+    rest: Any = matcher.rest(0, [])
     if rest is not None:
         BACKEND.fill([rest], mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())

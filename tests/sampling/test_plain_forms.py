@@ -160,16 +160,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
 
 
-def trials_of(engine: psutil.Process) -> list[psutil.Process]:
-    return [each for each in engine.children() if "headrace.core.structured_output.trial" in each.cmdline()]
+def helpers_of(engine: psutil.Process) -> list[psutil.Process]:
+    return [each for each in engine.children() if "headrace.core.structured_output.process" in each.cmdline()]
 
 
 def test_a_plain_form_does_not_wait_for_another_that_takes_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.core.structured_output.trial.MOST_WAIT_S", 600.0)  # then another library is tried
     with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
         ask(llm, form(regex="ready"))
-        (trial,) = trials_of(psutil.Process())
-        (_, other) = forked_by(trial)
+        (helper,) = helpers_of(psutil.Process())
+        (_, other, _) = forked_by(helper)
         other.suspend()  # as one that computes for long
         try:
             with ThreadPoolExecutor() as pool:
@@ -184,26 +184,24 @@ def test_a_plain_form_does_not_wait_for_another_that_takes_long(folder: Path, mo
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no niceness of their own here")
 def test_compiling_gives_way_to_steps_and_making_masks_does_not(folder: Path) -> None:
-    # Of engines that modules of tests share, or that ended: their libraries' threads are here to stay.
-    others, threads_before = set(trials_of(psutil.Process())), set(niceness_of_threads())
+    others, own = set(helpers_of(psutil.Process())), os.getpriority(os.PRIO_PROCESS, 0)
     with LLM(model=str(folder), in_process=True, **(ENGINE | {"max_num_seqs": 16})) as llm:
         params = [form(json={**PLAIN, "title": str(n)}, max_tokens=8) for n in range(12)]
         llm.generate(["the water"] * len(params), params, use_tqdm=False)  # masks on several threads
         ask(llm, form(regex="[a-c]{3}"))
-        niceness = {task: nice for task, nice in niceness_of_threads().items() if task not in threads_before}
         named = [each for each in threading.enumerate() if each.name.startswith("grammar")]
-        compilers = {each.native_id for each in named if each.native_id in niceness}
-        (trial,) = set(trials_of(psutil.Process())) - others
-        assert compilers
-        assert {task for task, nice in niceness.items() if nice > os.getpriority(os.PRIO_PROCESS, 0)} == compilers
-        trying = {each.nice() for each in (trial, *trial.children())}
-        assert trying == {niceness[next(iter(compilers))]} == {os.getpriority(os.PRIO_PROCESS, 0) + NICENESS}
+        assert own + NICENESS in {os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in named}
+        (helper,) = set(helpers_of(psutil.Process())) - others
+        plain, other, following = forked_by(helper)
+        for trying in (plain, other):
+            assert max(niceness_of_threads(trying.pid).values()) == own + NICENESS
+        assert set(niceness_of_threads(following.pid).values()) == {own}, "the threads that compile have ended"
 
 
-def niceness_of_threads() -> dict[int, int]:
-    """Of this process's threads, by their ids."""
+def niceness_of_threads(pid: int) -> dict[int, int]:
+    """Of a process's threads, by their ids."""
     niceness = {}
-    for task in map(int, os.listdir("/proc/self/task")):
+    for task in map(int, os.listdir(f"/proc/{pid}/task")):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             niceness[task] = os.getpriority(os.PRIO_PROCESS, task)
     return niceness

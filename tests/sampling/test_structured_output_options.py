@@ -32,22 +32,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True))
 
 
-def num_trials() -> int:
-    """Processes of this one's engines that try grammars."""
+def num_helpers() -> int:
+    """Programs of this process's engines that read grammars."""
     children = psutil.Process().children()
-    return sum("headrace.core.structured_output.trial" in each.cmdline() for each in children if each.is_running())
+    return sum("headrace.core.structured_output.process" in each.cmdline() for each in children if each.is_running())
 
 
 def test_a_backend_that_is_named_is_made_ready_before_a_request_needs_it(folder: str) -> None:
     with LLM(model=folder, in_process=True, **ENGINE) as lazy:
         lazy.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
-        assert num_trials() == 0
+        assert num_helpers() == 0
     config = {"backend": "auto"}
     with LLM(model=folder, in_process=True, structured_outputs_config=config, **ENGINE) as llm:
-        wait_until(lambda: num_trials() == 1, 30, "the start of the process that tries grammars")
+        wait_until(lambda: num_helpers() == 1, 30, "the start of the program that reads grammars")
         assert ask(llm, form(max_tokens=4, regex="a|b"))[0] in ("a", "b")
-        assert num_trials() == 1
-    assert num_trials() == 0
+        assert num_helpers() == 1
+    assert num_helpers() == 0
 
 
 def several(**of: Any) -> SamplingParams:

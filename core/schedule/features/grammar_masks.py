@@ -21,7 +21,8 @@ import numpy as np
 from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
 from headrace.core.schedule.features.feature import Context, Followed, Repeated, StepFeature
 from headrace.core.schedule.requests import RowTable
-from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.core.structured_output.backend import Matcher
+from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.step import Attachment, Drafts, LazyArray, StepPlan, TokenMasks
 
@@ -44,7 +45,7 @@ class GrammarMasks(StepFeature):
 
     attaches = (TokenMasks,)
 
-    def __init__(self, backend: Backend, vocab_size: int, *, most_step_tokens: int) -> None:
+    def __init__(self, backend: Backends, vocab_size: int, *, most_step_tokens: int) -> None:
         """most_step_tokens: a step with fewer rows has room for tokens that a grammar forces."""
         self._backend, self._most_step_tokens = backend, most_step_tokens
         self._num_words = -(-vocab_size // 32)
@@ -108,6 +109,7 @@ class GrammarMasks(StepFeature):
         if not followed.size:
             return None
         completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
+        self._pass_on(row_of, token_ids, ends, followed)
         over = -1  # the row that has ended
         for index in followed.tolist():
             row = int(row_of[index])
@@ -121,12 +123,22 @@ class GrammarMasks(StepFeature):
                 over = row
         return Followed(completes, problems)
 
+    def _pass_on(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray, followed: np.ndarray) -> None:
+        passed: dict[int, list[int]] = {}
+        for index in followed.tolist():
+            passed.setdefault(int(row_of[index]), []).append(index)
+        of = list[tuple[Matcher, list[int]]]()
+        for row, indices in passed.items():
+            num = next((nth + 1 for nth, index in enumerate(indices) if ends[index]), len(indices))
+            of.append((_matcher(self.context.rows, row), token_ids[indices[:num]].tolist()))
+        self._backend.advance(of)
+
 
 class RepeatedMasks(Repeated):
     """Masks of a batch that only decodes: each step has the same rows, and none is in flight while one is planned."""
 
     def __init__(
-        self, backend: Backend, positions: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
+        self, backend: Backends, positions: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
     ) -> None:
         """positions: [num_masks] int32, the sampled positions of the matchers' rows."""
         self._backend, self._positions, self._matchers, self._may_force = backend, positions, matchers, may_force
@@ -144,6 +156,8 @@ class RepeatedMasks(Repeated):
     def take(self, token_ids: np.ndarray) -> Followed | None:
         """Passes the tokens to the matchers."""
         completes, problems = list[int](), dict[int, str]()
+        pairs = zip(self._indices, self._matchers, strict=True)
+        self._backend.advance([(matcher, [int(token_ids[index])]) for index, matcher in pairs])
         for index, matcher in zip(self._indices, self._matchers, strict=True):
             if problem := _problem_after(matcher, int(token_ids[index])):
                 problems[index] = problem
@@ -155,12 +169,14 @@ class RepeatedMasks(Repeated):
 
 
 def _later_masks(
-    backend: Backend, work: list[tuple[Matcher, int, list[int]]], positions: np.ndarray, bits: np.ndarray
+    backend: Backends, work: list[tuple[Matcher, int, list[int]]], positions: np.ndarray, bits: np.ndarray
 ) -> TokenMasks:
-    """Masks that are computed when the rank reads them. Until then no matcher advances: its row waits for the step."""
+    """Masks that are made while the step begins, and waited for when the rank reads them. Until then no matcher
+    advances: its row waits for the step."""
+    write = backend.begin(work)
 
     def make() -> np.ndarray:
-        backend.fill(work, bits)
+        write(bits)
         return bits.reshape(-1)
 
     return TokenMasks(positions=positions, words=cast(np.ndarray, LazyArray(make)))

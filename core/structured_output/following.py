@@ -1,0 +1,296 @@
+"""The process that follows the grammars of running requests, and its messages.
+
+No library that reads a client's grammar runs in the engine. Forms whose trial was passed (trial.py) are compiled here,
+by one process for all requests, and followed here token by token; masks are written to memory that the engine shares.
+It may be killed by what it follows, as a trial is: follower.py then opens all matchers again in its successor, but for
+the one that it worked on.
+
+    engine                                 process of the lane FOLLOWING
+    Prepare(form)           ------------>    compiles on a thread beside the steps
+    Follow(accepted, masks) ------------>    passes the tokens to the matchers, and writes masks
+             <-- Followed(states) ----      (or Restarted: it knows none of the matchers)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.core.structured_output.backend import Backend, FormMatcher
+from headrace.core.structured_output.held_memory import MOST_BYTES
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.process.background import give_way
+from headrace.ipc.process.helper import limit_memory
+
+HEADER_BYTES = 64
+"""Of the shared memory, in front of the masks: two int64, the numbers of the matcher that the process follows and of
+the form that it compiles. 0: none, or several at once."""
+PREPARING_S = 1e-3
+"""How long an answer to `Prepare` waits for the compilation."""
+MOST_COMPUTING_S, MOST_MASK_S = 3.0, 0.5
+"""CPU time limit for one message, and in addition for each mask: what takes longer has no end."""
+MOST_CACHE_BYTES = 512 << 20
+"""Memory in addition to that of the forms, for the libraries' caches."""
+_SWITCH_S = 2e-4
+"""Compiling, on its own thread, must not keep the interpreter from steps."""
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    backend: str
+    wanted: StructuredOutput
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """A matcher of a form that has accepted these tokens."""
+
+    matcher: int
+    form: int
+    token_ids: list[int]
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """Of a matcher after a token; at the start of its form, before any."""
+
+    is_allowed: bool
+    is_complete: bool
+    problem: str
+    forced: list[int]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Compile this form. Asked again until it is done."""
+
+    pid: int
+    """The process that is meant: another one answers Restarted."""
+    form: Form
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    state: State | None = None
+    """At the start of the form; None: it is still compiled."""
+    problem: str = ""
+    """Why it cannot be compiled."""
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """One message may ask for several things, which are done in the order of the fields. Matchers are numbers."""
+
+    pid: int
+    forgotten: list[int]
+    """Forms that no request has any more."""
+    closed: list[int]
+    forms: list[Form]
+    """Forms that the matchers to open need and a former process had compiled."""
+    opened: list[Open]
+    accepted: list[tuple[int, list[int]]]
+    """Tokens that come next, up to the first that is not allowed or completes the answer."""
+    tried: list[tuple[int, list[int]]]
+    """`Matcher.num_valid`."""
+    masks: list[tuple[int, int, list[int]]]
+    """`Backend.fill`."""
+    num_masks: int
+    one_by_one: bool
+    """Make each mask by itself, so that a failure tells whose it was."""
+
+
+class Followed(msgspec.Struct, frozen=True, tag=True):
+    states: list[list[State]]
+    """For each of `accepted`: one for each token that was looked at."""
+    num_valid: list[int]
+    problems: list[tuple[int, str]]
+    """Matchers whose masks could not be made."""
+
+
+class Restarted(msgspec.Struct, frozen=True, tag=True):
+    """This process is not the one that was meant, and knows none of its matchers."""
+
+    pid: int
+
+
+class _Job:
+    """A compilation on a thread."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.matcher: FormMatcher | None = None
+        self.problem = ""
+
+
+class _Lost:
+    """Stands for a matcher that could not be opened again."""
+
+    backend: Any = None
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        self.is_complete = False
+
+    def accept(self, token_id: int) -> bool:
+        return False
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        return 0
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+
+class Following:
+    """The work of the process."""
+
+    def __init__(self, backend_of: Callable[[str], Backend], masks_fd: int, vocab_size: int) -> None:
+        """backend_of: loads a library, once. masks_fd: the memory that the engine shares."""
+        self._backend_of, self._fd, self._num_words = backend_of, masks_fd, -(-vocab_size // 32)
+        self._jobs: dict[int, _Job] = {}
+        self._matchers: dict[int, Any] = {}
+        self._memory: mmap.mmap | None = None
+        self._loading, self._loaded = threading.Lock(), set[str]()
+
+    def begin(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
+        self._limit()
+
+    def _limit(self) -> None:
+        limit_memory(MOST_BYTES + MOST_CACHE_BYTES)
+
+    def do(self, message: Prepare | Follow) -> Prepared | Followed | Restarted:
+        if message.pid != os.getpid():
+            return Restarted(os.getpid())
+        if isinstance(message, Prepare):
+            return self._prepare(message.form)
+        signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S + MOST_MASK_S * message.num_masks)  # SIGPROF ends it
+        try:
+            return self._follow(message)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    # --- compiling ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, form: Form) -> Prepared:
+        job = self._jobs.get(form.number)
+        if job is None:
+            job = self._jobs[form.number] = _Job()
+            threading.Thread(target=self._compile, args=(job, form), daemon=True).start()
+        if not job.ended.wait(PREPARING_S):
+            return Prepared()
+        if job.matcher is None:
+            del self._jobs[form.number]
+            return Prepared(problem=job.problem)
+        return Prepared(_state(job.matcher, is_allowed=True))
+
+    def _compile(self, job: _Job, form: Form) -> None:
+        give_way()
+        current = self._masks(0)[0]
+        try:
+            current[1] = form.number
+            job.matcher = self._compiled(form)
+        except BaseException as error:  # a library's panic too: the request is to be told
+            job.problem = str(error) or type(error).__name__
+        current[1] = 0
+        job.ended.set()
+
+    def _compiled(self, form: Form) -> FormMatcher:
+        with self._loading:
+            backend = self._backend_of(form.backend)
+            if form.backend not in self._loaded:
+                self._loaded.add(form.backend)
+                self._limit()  # without the library itself
+        return backend.compile(form.wanted)
+
+    # --- following ------------------------------------------------------------------------------------------------
+
+    def _follow(self, message: Follow) -> Followed:
+        for number in message.forgotten:
+            self._jobs.pop(number, None)
+        for number in message.closed:
+            self._matchers.pop(number, None)
+        current = self._masks(message.num_masks)[0]
+        forms = {form.number: form for form in message.forms}
+        for each in message.opened:
+            current[0] = each.matcher
+            self._matchers[each.matcher] = self._opened(each, forms)
+        states = []
+        for number, token_ids in message.accepted:
+            current[0] = number
+            states.append(list(_accepted(self._matchers[number], token_ids)))
+        num_valid = []
+        for number, token_ids in message.tried:
+            current[0] = number
+            num_valid.append(self._matchers[number].num_valid(token_ids))
+        problems = self._fill(message, current) if message.masks else []
+        current[0] = 0
+        return Followed(states, num_valid, problems)
+
+    def _opened(self, wanted: Open, forms: dict[int, Form]) -> Any:
+        job = self._jobs.get(wanted.form)
+        try:
+            if job is None or job.matcher is None:
+                job = self._jobs[wanted.form] = _Job()
+                job.matcher = self._compiled(forms[wanted.form])
+                job.ended.set()
+        except HeadraceError as error:
+            self._jobs.pop(wanted.form, None)
+            return _Lost(str(error))
+        matcher = job.matcher.copy()
+        for token_id in wanted.token_ids:
+            matcher.accept(token_id)
+        return matcher
+
+    def _fill(self, message: Follow, current: np.ndarray) -> list[tuple[int, str]]:
+        masks = self._masks(message.num_masks)[1]
+        by_backend: dict[int, list[tuple[Any, int, list[int]]]] = {}
+        for number, at, drafts in message.masks:
+            position = (self._matchers[number], at, drafts)
+            if position[0].backend is None:
+                masks[at : at + len(drafts) + 1] = -1  # the next token ends the request
+            elif message.one_by_one:
+                current[0] = number
+                position[0].backend.fill([position], masks)
+            else:
+                by_backend.setdefault(id(position[0].backend), []).append(position)
+        for positions in by_backend.values():
+            current[0] = message.masks[0][0] if len(message.masks) == 1 else 0
+            positions[0][0].backend.fill(positions, masks)
+        return [(number, problem) for number, *_ in message.masks if (problem := self._matchers[number].problem)]
+
+    def _masks(self, num_masks: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `shared_arrays`."""
+        size = shared_bytes(num_masks, self._num_words)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        return shared_arrays(self._memory, num_masks, self._num_words)
+
+
+def shared_bytes(num_masks: int, num_words: int) -> int:
+    return HEADER_BYTES + 4 * num_masks * num_words
+
+
+def shared_arrays(memory: mmap.mmap, num_masks: int, num_words: int) -> tuple[np.ndarray, np.ndarray]:
+    """The header, [8] int64, and the masks, [num_masks, num_words] int32."""
+    masks = np.frombuffer(memory, np.int32, num_masks * num_words, HEADER_BYTES)
+    return np.frombuffer(memory, np.int64, HEADER_BYTES // 8), masks.reshape(num_masks, num_words)
+
+
+def _accepted(matcher: Any, token_ids: list[int]) -> Any:
+    for token_id in token_ids:
+        state = _state(matcher, is_allowed=matcher.accept(token_id))
+        yield state
+        if not state.is_allowed or state.is_complete:
+            return
+
+
+def _state(matcher: Any, *, is_allowed: bool) -> State:
+    problem = matcher.problem
+    is_complete = is_allowed and matcher.is_complete
+    forced = matcher.forced_tokens() if is_allowed and not (is_complete or problem) else []
+    return State(is_allowed, is_complete, problem, forced)

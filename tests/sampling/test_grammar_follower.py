@@ -1,0 +1,232 @@
+"""The process that follows grammars for the engine: what it is killed by ends its own request, and changes no other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tiny_models
+from deadly_grammars import DEADLY, deadly_helper
+from patience import has_ended, wait_until
+from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, tokens_of
+from test_hostile_forms import forked_by
+from test_plain_forms import helpers_of
+from test_structured_outputs import ENGINE, PERSON, ask, form
+
+from headrace import LLM
+from headrace.core.structured_output.follower import FollowedMatcher, Follower
+from headrace.core.structured_output.held_memory import HeldMemory
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import StructuredOutput
+
+(CRASHES,), (HANGS,), (CRASHES_LATER,) = tokens_of("X"), tokens_of("Y"), tokens_of("Z")
+FORM = "[a-zA-Z]{3,40}"
+
+
+@pytest.fixture(scope="module")
+def follower() -> Iterator[Follower]:
+    follower = Follower(VOCABULARY, "llguidance")
+    follower.helper = deadly_helper(follower.helper, CRASHES, HANGS, CRASHES_LATER)
+    follower.start()
+    yield follower
+    follower.stop()
+
+
+def matcher_of(follower: Follower, pattern: str, backend: str = "llguidance") -> FollowedMatcher:
+    return follower.compile(backend, StructuredOutput(kind="regex", text=pattern), HeldMemory().hold(1))
+
+
+def masks_of(follower: Follower, matchers: Sequence[FollowedMatcher], drafts: Sequence[int] = ()) -> np.ndarray:
+    size = len(drafts) + 1
+    masks = np.zeros((len(matchers) * size, -(-VOCAB_SIZE // 32)), np.int32)
+    follower.begin([(each, nth * size, list(drafts)) for nth, each in enumerate(matchers)]).write(masks)
+    return masks
+
+
+def mask_here(pattern: str, backend: str, token_ids: Sequence[int]) -> np.ndarray:
+    """The mask that the library makes in this process."""
+    matcher = BACKENDS[backend].compile(StructuredOutput(kind="regex", text=pattern))
+    for token_id in token_ids:
+        assert matcher.accept(token_id)
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    BACKENDS[backend].fill([(matcher, 0, [])], mask)
+    return mask[0]
+
+
+def following_process(follower: Follower) -> psutil.Process:
+    """That of the last lane, which is the youngest: the others are not ended here."""
+    helper = psutil.Process(follower.helper.pid)
+    wait_until(lambda: sum(not has_ended(each) for each in helper.children()) == 3, 30, "a process for each lane")
+    return max(helper.children(), key=lambda each: (each.create_time(), each.pid))
+
+
+def advance(follower: Follower, passed: Sequence[tuple[FollowedMatcher, int]]) -> list[bool]:
+    follower.advance([(matcher, [token_id]) for matcher, token_id in passed])
+    return [matcher.accept(token_id) for matcher, token_id in passed]
+
+
+ON_ITS_OWN = """
+import sys
+import numpy as np
+from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.core.structured_output.backend import Vocabulary
+from headrace.core.structured_output.backends import Backends
+from headrace.ipc.messages import StructuredOutput
+
+backends = Backends(StructuredOutputs(), Vocabulary(sys.stdin.buffer.read(), {size}, (0,)))
+for name in ("llguidance", "xgrammar"):
+    matcher = backends.compile(StructuredOutput(kind="regex", text="[ab]+c", backend=name))
+    masks = np.zeros((1, -(-{size} // 32)), np.int32)
+    backends.begin([(matcher, 0, [])])(masks)
+    assert masks.any() and not (masks == -1).all()
+backends.stop()
+modules = [each for each in sys.modules if each.partition(".")[0] in ("llguidance", "xgrammar", "tvm_ffi")]
+with open("/proc/self/maps") as file:
+    print(modules, [line for line in file if "llguidance" in line or "xgrammar" in line])
+"""
+
+
+def test_no_library_that_reads_grammars_is_in_the_engine() -> None:
+    """A grammar that such a library dies of ends no engine."""
+    command = [sys.executable, "-c", ON_ITS_OWN.format(size=VOCAB_SIZE)]
+    done = subprocess.run(command, input=VOCABULARY.tokenizer_json, capture_output=True, timeout=120, check=False)
+    assert done.stdout.decode().split() == ["[]", "[]"], done.stderr.decode()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("end", ["kill", "crash"])
+def test_matchers_go_on_after_the_process_ended(follower: Follower, backend: str, end: str) -> None:
+    matchers = [matcher_of(follower, FORM, backend) for _ in range(3)]
+    deadly = matcher_of(follower, DEADLY + FORM, backend)
+    said: list[list[int]] = [tokens_of(text) for text in ("ab", "cd", "ef")]
+    for nth in range(2):
+        assert all(advance(follower, [(each, ids[nth]) for each, ids in zip(matchers, said, strict=True)]))
+    assert advance(follower, [(deadly, tokens_of("z")[0])]) == [True]
+    if end == "kill":
+        following_process(follower).kill()
+        taken = advance(follower, [(each, tokens_of("q")[0]) for each in (*matchers, deadly)])
+        assert taken == [True] * 4
+    else:
+        (q,) = tokens_of("q")
+        taken = advance(follower, [(matchers[0], q), (deadly, CRASHES), (matchers[1], q)])
+        assert taken == [True, False, True]
+        assert "ended with status -11" in deadly.problem
+        assert advance(follower, [(matchers[2], tokens_of("q")[0])]) == [True]
+    for mask, ids in zip(masks_of(follower, matchers), said, strict=True):
+        assert np.array_equal(mask, mask_here(FORM, backend, [*ids, *tokens_of("q")]))
+    assert not any(each.problem for each in matchers)
+
+
+@pytest.mark.parametrize("num_others", [0, 3, 12])
+def test_a_mask_that_ends_the_process_ends_its_own_request(follower: Follower, num_others: int) -> None:
+    """Many masks are made at once, so it has to be found out whose it was."""
+    others = [matcher_of(follower, FORM) for _ in range(num_others)]
+    deadly = matcher_of(follower, DEADLY + FORM)
+    for token_id in (tokens_of("z")[0], CRASHES_LATER):
+        assert advance(follower, [(deadly, token_id)]) == [True]
+    masks = masks_of(follower, [*others, deadly])
+    assert "ended with status -11" in deadly.problem
+    assert (masks[-1] == -1).all(), "its next token ends the request, whichever it is"
+    for mask in masks[:-1]:
+        assert np.array_equal(mask, mask_here(FORM, "llguidance", []))
+    assert not any(each.problem for each in others)
+    assert not deadly.accept(tokens_of("a")[0])
+
+
+def test_a_token_that_hangs_ends_its_own_request(follower: Follower) -> None:
+    other, deadly = matcher_of(follower, FORM), matcher_of(follower, DEADLY + FORM)
+    assert advance(follower, [(deadly, tokens_of("z")[0])]) == [True]
+    assert advance(follower, [(other, tokens_of("a")[0]), (deadly, HANGS)]) == [True, False]
+    assert "and has no end" in deadly.problem
+    assert not other.problem
+
+
+def test_tokens_are_passed_on_ahead_and_a_matcher_may_go_another_way(follower: Follower) -> None:
+    matcher, (a, b, c) = matcher_of(follower, "a(b|c)+"), (tokens_of(each)[0] for each in "abc")
+    follower.advance([(matcher, [a, b, b])])
+    assert matcher.accept(a)
+    assert matcher.accept(c), "another one came"
+    assert np.array_equal(masks_of(follower, [matcher])[0], mask_here("a(b|c)+", "llguidance", [a, c]))
+    twin = matcher.copy()
+    assert not twin.accept(a)
+    assert matcher.accept(b)
+    assert matcher.num_valid([b, c, a, b]) == 2
+
+
+def test_masks_that_were_begun_are_kept_while_other_messages_pass(follower: Follower) -> None:
+    matcher, other = matcher_of(follower, FORM), matcher_of(follower, "[0-9]+")
+    begun = follower.begin([(matcher, 0, [])])
+    assert other.accept(tokens_of("7")[0])
+    later = follower.begin([(other, 0, [])])
+    masks = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    begun.write(masks)
+    assert np.array_equal(masks[0], mask_here(FORM, "llguidance", []))
+    later.write(masks)
+    assert np.array_equal(masks[0], mask_here("[0-9]+", "llguidance", tokens_of("7")))
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_with_its_reason(follower: Follower) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        matcher_of(follower, "a(")
+
+
+def test_what_is_not_used_any_more_is_forgotten(follower: Follower) -> None:
+    matcher = matcher_of(follower, FORM)
+    assert matcher.accept(tokens_of("a")[0])
+    del matcher
+    assert (len(follower.closed), len(follower.forgotten)) == (1, 1)
+    assert matcher_of(follower, FORM).accept(tokens_of("a")[0])
+    assert (len(follower.closed), len(follower.forgotten)) <= (1, 1)
+
+
+def test_a_process_that_is_killed_again_and_again_ends_the_requests(follower: Follower, monkeypatch: Any) -> None:
+    def killed(*message: Any) -> Any:
+        os.kill(following_process(follower).pid, signal.SIGKILL)
+        return send(*message)
+
+    matcher, send = matcher_of(follower, FORM), follower.helper.send
+    with monkeypatch.context() as patched:
+        patched.setattr(follower.helper, "send", killed)
+        assert not matcher.accept(tokens_of("a")[0])
+    assert "killed again and again" in matcher.problem
+    assert matcher_of(follower, FORM).accept(tokens_of("a")[0])
+
+
+def test_answers_are_the_same_whenever_the_process_is_killed(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
+    asked = [form(json=PERSON, seed=n) for n in range(4)]
+    asked += [form(regex="([a-z]{2,5} ){20}", seed=n) for n in range(4)]
+    ended = threading.Event()
+    with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
+        expected = ask(llm, asked)
+        (helper,) = helpers_of(psutil.Process())
+        killed = list[int]()
+
+        def kill() -> None:
+            while not ended.wait(0.05):
+                with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # its successor is not there yet
+                    _, _, following = forked_by(helper)
+                    if following.pid not in killed:
+                        killed.append(following.pid)
+                        following.kill()
+
+        with ThreadPoolExecutor(1) as pool:
+            killing = pool.submit(kill)
+            try:
+                for _ in range(5):
+                    assert ask(llm, asked) == expected
+            finally:
+                ended.set()
+            killing.result()
+        assert len(killed) > 1

@@ -1,0 +1,92 @@
+"""The program that reads grammars, with libraries that crash: a regular expression that begins with [Zz] is deadly.
+
+Its matcher ends the process at one token, hangs at another, or ends the process while the mask after a third is made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from headrace.core.structured_output.process import GrammarMessage, _Work
+from headrace.ipc.process.helper import Helper, run_helper
+
+DEADLY = "[Zz]"
+TOKENS = "DEADLY_TOKENS"
+"""An environment variable: the ids of the three tokens."""
+
+
+def deadly_helper(original: Helper, crashes: int, hangs: int, crashes_later: int) -> Helper:
+    """As the original, whose libraries crash at these tokens."""
+    here = os.path.dirname(__file__)
+    return Helper(
+        __name__,
+        GrammarMessage,
+        original._num_lanes,
+        beginning=original._beginning,
+        environment={
+            "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]),
+            TOKENS: f"{crashes} {hangs} {crashes_later}",
+        },
+        pass_fds=original._pass_fds,
+        answers_soon=tuple(original._looking),
+    )
+
+
+def crash() -> None:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    signal.pause()
+
+
+class DeadlyMatcher:
+    """As the library's, but for certain tokens."""
+
+    def __init__(self, backend: DeadlyBackend, matcher: Any, *, is_deadly: bool) -> None:
+        self.backend, self.matcher, self._is_deadly = backend, matcher, is_deadly
+        self.crashes_later = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+    def copy(self) -> DeadlyMatcher:
+        return DeadlyMatcher(self.backend, self.matcher.copy(), is_deadly=self._is_deadly)
+
+    def accept(self, token_id: int) -> bool:
+        if self._is_deadly:
+            crashes, hangs, crashes_later = map(int, os.environ[TOKENS].split())
+            if token_id == crashes:
+                crash()
+            while token_id == hangs:
+                pass
+            self.crashes_later |= token_id == crashes_later
+        return bool(self.matcher.accept(token_id))
+
+
+class DeadlyBackend:
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def compile(self, wanted: Any) -> DeadlyMatcher:
+        return DeadlyMatcher(self, self._backend.compile(wanted), is_deadly=wanted.text.startswith(DEADLY))
+
+    def fill(self, positions: Any, masks: Any) -> None:
+        if any(matcher.crashes_later for matcher, *_ in positions):
+            crash()
+        self._backend.fill([(matcher.matcher, at, drafts) for matcher, at, drafts in positions], masks)
+
+
+class _DeadlyWork(_Work):
+    def _backend(self, name: str) -> Any:
+        if name not in self._made:
+            made = super()._backend(name)
+            self._made[name] = DeadlyBackend(made)  # type: ignore[assignment]
+        return self._made[name]
+
+
+if __name__ == "__main__":
+    run_helper(GrammarMessage, _DeadlyWork)
