@@ -4,49 +4,42 @@
 
 Schemas, expressions, grammars in both notations, choices and structural tags are drawn at random, nested deeply,
 repeated, joined in rings, and given extreme numbers and odd text. Each goes the engine's own way: tried in the killable
-process, compiled again beside it, and followed by random tokens for longer than the trial did, with the mask, the
-forced tokens and a copy of the matcher at each. That runs in a process of its own, on a thread with the smallest stack
-that an engine's thread has, and with both libraries in turn.
+process, compiled in the one that follows all grammars, and followed there by random tokens for longer than the trial
+did, with the mask, the forced tokens and a copy of the matcher at each; with both libraries in turn.
 
-The exit status is 1 if that process ended, if one call of a library took longer than the limit, or if a form left more
-memory behind than the limit. The JSON tells how long compiling took in the engine, and how much memory forms took.
+The exit status is 1 if the process that follows ended, if one call took it longer than the limit, or if a form left
+more memory behind than the limit. The JSON tells how much processor time compiling took it, and how much memory forms
+took.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import gc
 import json
-import multiprocessing
 import random
 import re
-import signal
 import sys
-import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from report import write_report
 
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
+from headrace.core.structured_output.follower import FollowedMatcher
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import StructuredOutput
 
 RESULTS = Path(__file__).parent / "results" / "fuzz_forms.json"
 LIBRARIES = ("llguidance", "xgrammar")
-STACK_BYTES = 2 << 20
-"""Stack of llguidance's own threads, the smallest in an engine."""
 WALKS, MOST_TOKENS = 3, 120
 LONGEST_CALL_S = 10.0
-"""Of processor time: a request ends after MOST_STEP_S, but the loop waits for the call that took so long."""
-LONGEST_S = 300.0
-"""By the clock, for one form."""
+"""Of processor time: a request ends after MOST_STEP_S, but the steps wait for the call that took so long."""
 MOST_LEFT_BYTES = 512 << 20
 """What a trial may take."""
 NUMBERS: tuple[Any, ...] = (0, 1, -1, 2, 7, 40, 1000, 65535, 10**6, 2**31, 2**53, -(2**63), 2**63, 2**64, 10**400)
@@ -310,7 +303,7 @@ class Writer:
         return item + chance.choice(("", "", "", "*", "+", "?", bounds))
 
 
-# --- the process in the engine's place --------------------------------------------------------------------------------
+# --- in the engine's place --------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -325,43 +318,57 @@ class Engine:
 
     def follow(self, library: str, kind: Any, text: str, seed: int) -> dict[str, Any]:
         wanted = StructuredOutput(kind=kind, text=text, backend=library, disable_fallback=True)
-        held_before = _private_bytes()
         done = {"outcome": "accepted", "compile_s": 0.0, "call_s": 0.0, "tokens": 0, "bytes": 0}
         try:
             held = self._backends._memory.hold(self._backends._trial.check(library, wanted))
         except HeadraceError as error:
             return {**done, "outcome": _outcome(str(error))}
-        began_s = time.thread_time()
+        follower, began_s = self._backends._follower, self._used_s()
+        life, held_before = follower.life, self._private_bytes()
         try:
-            start = self._backends._follower.compile(library, wanted, held)
+            start = follower.compile(library, wanted, held)
         except HeadraceError as error:
             return {**done, "outcome": f"differs: {error}"}
-        done["compile_s"] = time.thread_time() - began_s
+        if began_s is not None and follower.life == life:
+            done["compile_s"] = (self._used_s() or 0.0) - began_s
         for nth in range(WALKS):
             self._walk(start.copy(), random.Random(seed + nth), done)
-        done["bytes"] = _private_bytes() - held_before
+        if held_before is None:  # the process has begun with this form
+            return done
+        if follower.life != life:
+            return {**done, "outcome": f"DIED: {start.problem}"}
+        done["bytes"] = (self._private_bytes() or 0) - held_before
         return done
 
-    def _walk(self, matcher: Any, chance: random.Random, done: dict[str, Any]) -> None:
+    def _walk(self, matcher: FollowedMatcher, chance: random.Random, done: dict[str, Any]) -> None:
         mask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
         for _ in range(MOST_TOKENS):
-            began_s = time.thread_time()
+            began_s = self._used_s() or 0.0
             self._backends.begin([(matcher, 0, [])])(mask)
-            forced = matcher.forced_tokens()
-            matcher.num_valid(forced[:4])
-            ended = matcher.is_complete or bool(matcher.problem)
-            done["call_s"] = max(done["call_s"], time.thread_time() - began_s)
+            matcher.num_valid(matcher.forced_tokens()[:4])
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            if ended or not len(allowed):
+            if matcher.is_complete or matcher.problem or not len(allowed):
                 return
-            began_s = time.thread_time()
             is_taken = matcher.accept(int(chance.choice(allowed)))
-            done["call_s"] = max(done["call_s"], time.thread_time() - began_s)
+            done["call_s"] = max(done["call_s"], (self._used_s() or 0.0) - began_s)
             done["tokens"] += 1
             if not is_taken:
                 return
             if chance.random() < 0.05:
                 matcher = matcher.copy()
+
+    def _used_s(self) -> float | None:
+        """Processor time of the process that follows; None if it does not run."""
+        return None if (process := self._process()) is None else sum(process.cpu_times()[:2])
+
+    def _private_bytes(self) -> int | None:
+        return (
+            None if (process := self._process()) is None else process.memory_info().rss - process.memory_info().shared
+        )
+
+    def _process(self) -> psutil.Process | None:
+        pid = self._backends._follower._pid
+        return psutil.Process(pid) if pid else None
 
 
 def _outcome(problem: str) -> str:
@@ -371,65 +378,8 @@ def _outcome(problem: str) -> str:
     return "refused"
 
 
-def _private_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * 4096
-
-
-def engine_process(pipe: Connection, tokenizer: bytes, vocab_size: int) -> None:
-    def serve() -> None:
-        engine = Engine(tokenizer, vocab_size)
-        try:
-            while (asked := pipe.recv()) is not None:
-                pipe.send(engine.follow(*asked))
-                gc.collect()
-        finally:
-            engine.stop()
-
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
-
-
-class Fuzzed:
-    """The process in the engine's place, started again after it ended."""
-
-    def __init__(self, tokenizer: bytes, vocab_size: int) -> None:
-        self._arguments = tokenizer, vocab_size
-        self._start()
-
-    def _start(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=engine_process, args=(theirs, *self._arguments))
-        self._process.start()
-        theirs.close()
-
-    def follow(self, *asked: Any) -> dict[str, Any]:
-        self._pipe.send(asked)
-        if self._pipe.poll(LONGEST_S):
-            try:
-                answer: dict[str, Any] = self._pipe.recv()
-                return answer
-            except EOFError:
-                self._process.join()
-                status = self._process.exitcode or 0
-                how = f"DIED: {signal.Signals(-status).name if status < 0 else f'exit status {status}'}"
-        else:
-            self._process.kill()
-            self._process.join()
-            how = f"DIED: it was still at it after {LONGEST_S:g} s"
-        self._start()
-        return {"outcome": how, "compile_s": 0.0, "call_s": 0.0, "tokens": 0, "bytes": 0}
-
-    def stop(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
-
-
 def fuzz(minutes: float, seed: int, tokenizer: bytes, vocab_size: int) -> dict[str, Any]:
-    fuzzed = Fuzzed(tokenizer, vocab_size)
+    engine = Engine(tokenizer, vocab_size)
     outcomes = {library: collections.Counter[str]() for library in LIBRARIES}
     largest = {library: {"compile_s": 0.0, "call_s": 0.0, "bytes": 0} for library in LIBRARIES}
     problems: list[str] = []
@@ -438,7 +388,7 @@ def fuzz(minutes: float, seed: int, tokenizer: bytes, vocab_size: int) -> dict[s
         number += 1
         kind, text = Writer(random.Random(f"{seed} {number}")).form()
         for library in LIBRARIES:
-            done = fuzzed.follow(library, kind, text, number)
+            done = engine.follow(library, kind, text, number)
             outcome = done["outcome"]
             outcomes[library][outcome.partition(":")[0]] += 1
             num_tokens += done["tokens"]
@@ -451,7 +401,7 @@ def fuzz(minutes: float, seed: int, tokenizer: bytes, vocab_size: int) -> dict[s
                 problems.append(f"one call took {done['call_s']:.2f} s for {where}")
             if done["bytes"] > MOST_LEFT_BYTES:
                 problems.append(f"{done['bytes'] >> 20} MiB for {where}")
-    fuzzed.stop()
+    engine.stop()
     return {
         "forms": number,
         "tokens": num_tokens,
