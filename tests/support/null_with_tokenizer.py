@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription
-from headrace.core.structured_output.llguidance_backend import LLGuidanceMatcher
+from headrace.core.structured_output.follower import FollowedMatcher
 from headrace.executor.rank import Report
 from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
 from headrace.ipc.control import CallExtension, WorkerAnswer, WorkerCommand
@@ -79,21 +79,21 @@ class LateExecutor(TokenizingNullExecutor):
 
 
 class DeadlyFormExecutor(TokenizingNullExecutor):
-    """Kills its process, as a fault in a grammar library's native code would, at the token DEADLY_TOKENS of an answer
-    with a form. Processes that only try a form have no executor, so they accept it."""
+    """Kills its process, as a fault in the native code of a step would, at the token DEADLY_TOKENS of an answer with a
+    form."""
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         super().allocate(num_blocks, max_model_len)
-        accept = LLGuidanceMatcher.accept
+        accept = FollowedMatcher.accept
 
-        def deadly(matcher: LLGuidanceMatcher, token_id: int) -> bool:
+        def deadly(matcher: FollowedMatcher, token_id: int) -> bool:
             counts[matcher] = counts.get(matcher, 0) + 1
             if counts[matcher] >= DEADLY_TOKENS:
                 os.kill(os.getpid(), signal.SIGSEGV)
             return accept(matcher, token_id)
 
-        counts: weakref.WeakKeyDictionary[LLGuidanceMatcher, int] = weakref.WeakKeyDictionary()
-        LLGuidanceMatcher.accept = deadly  # type: ignore[method-assign, assignment]
+        counts: weakref.WeakKeyDictionary[FollowedMatcher, int] = weakref.WeakKeyDictionary()
+        FollowedMatcher.accept = deadly  # type: ignore[method-assign, assignment]
 
 
 class ParrotExecutor(TokenizingNullExecutor):
