@@ -77,7 +77,12 @@ class FollowedMatcher:
         self._stopped = ""
 
     def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Has the other process forget it. It is opened again when it is used."""
         if self.life >= 0:
+            self.life = -1
             self.form.follower.closed.append(self.number)
 
     def accept(self, token_id: int) -> bool:
@@ -85,7 +90,7 @@ class FollowedMatcher:
             return False
         if self._ahead and self._ahead[0][0] != token_id:
             self._ahead.clear()
-            self.life = -1  # the other process has gone another way
+            self._close()  # it has gone another way there
         if not self._ahead:
             self.form.follower.advance([(self, [token_id])])
         if not self._ahead:
@@ -326,7 +331,7 @@ class Follower:
     def _sent(self, message: Follow | Prepare) -> Sent | None:
         try:
             return self.helper.send(FOLLOWING, message, MOST_WAIT_S)
-        except ChannelClosedError:
+        except HeadraceError:  # it was killed, cannot be started, or is being stopped
             return None
 
     def _received(self, sent: Sent | None) -> Any:
