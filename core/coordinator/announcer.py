@@ -1,4 +1,5 @@
-"""An engine's announcements to coordinators: one per second, and one at once before the engine leaves.
+"""An engine's announcements to coordinators: one per second, one at once to a coordinator that has just been connected,
+and one before the engine leaves.
 
 `Announcements` makes the messages, without I/O; `Announcer` is the thread that sends them. The engine never waits for a
 coordinator: one that is not running misses announcements, and gets the next.
@@ -139,17 +140,29 @@ class CoordinatorLink:
         self._monitor.close(0)
         self.socket.close()
 
-    def watch(self, now_s: float) -> None:
-        """Handles connection events, and logs once if the coordinator has been missing for patience_s."""
+    @property
+    def readable(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """The sockets that have messages when there is something to read or to watch."""
+        return self.socket, self._monitor
+
+    def watch(self, now_s: float) -> bool:
+        """Handles connection events, and logs once if the coordinator has been missing for patience_s.
+
+        Returns whether it has been connected since, and so has missed what was announced before.
+        """
+        is_connected_anew = False
         with contextlib.suppress(zmq.Again):
             while True:
-                self._note(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"], now_s)
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                is_connected_anew |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._note(event, now_s)
         since_s = self._missing_since_s
         if since_s is not None:
             self._dial_again()
         if since_s is not None and now_s - since_s >= self._patience_s and self._why not in ("", self._said):
             self._said = self._why
             logger.warning("%s; this engine is not announced there until that changes", self._why)
+        return is_connected_anew
 
     def _dial_again(self) -> None:
         """A coordinator at localhost may come to listen at the other loopback address than was dialled."""
@@ -200,7 +213,11 @@ class Announcer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links = [CoordinatorLink(self._context, address, patience_s) for address in coordinators]
         self._denied: set[str] = set()
-        self._hurry = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for each in (self._wake_fd, *(each for link in self._links for each in link.readable)):
+            self._poller.register(each, zmq.POLLIN)
+        self._due_s = time.monotonic()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
 
@@ -209,35 +226,47 @@ class Announcer:
 
     def hurry(self) -> None:
         """Sends the next announcement at once, for a change that frontends should know immediately."""
-        self._hurry.set()
+        self._wake()
 
     def close(self) -> None:
         """Announces that the engine leaves, and waits up to 2 s for the message to be sent."""
         self._closing = True
-        self._hurry.set()
+        self._wake()
         self._thread.join(2.0)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 try:
-                    self._announce()
+                    self._work()
                 except BaseException as error:  # without this thread coordinators would take the engine for gone
                     let_interrupts_pass(error)
                     logger.exception("the engine could not be announced; trying again")
-                self._hurry.wait(ANNOUNCE_EVERY_S)
-                self._hurry.clear()
+                self._poller.poll(int(max(0.0, self._due_s - time.monotonic()) * 1e3) + 1)
             self._send(self._announcements.last())
         finally:
             for link in self._links:
                 link.close()
             self._context.term()
 
-    def _announce(self) -> None:
-        self._send(self._announcements.next(self._state()))
+    def _work(self) -> None:
+        """Reads what has come, and announces the engine where that is due or somebody waits for it."""
+        now_s = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+            self._due_s = now_s
         for link in self._links:
+            if link.watch(now_s):
+                self._due_s = now_s
             self._read(link)
-            link.watch(time.monotonic())
+        if now_s >= self._due_s:
+            self._due_s = now_s + ANNOUNCE_EVERY_S  # first, so that an error is not repeated at once
+            self._send(self._announcements.next(self._state()))
 
     def _send(self, message: Announce | Withdraw) -> None:
         frames = self._codec.encode(message)
@@ -266,7 +295,7 @@ class Announcer:
         if not self._closing and (ended.address, ended.life) == (entry.address, entry.life):
             logger.warning("a coordinator had lost this engine; it is announced again")
             self._announcements.renew()
-            self._hurry.set()
+            self._due_s = time.monotonic()
 
 
 def reachable(address: str, coordinator: str) -> str:

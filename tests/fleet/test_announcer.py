@@ -113,6 +113,19 @@ def test_an_engine_finds_its_coordinator_at_either_address_of_localhost(host: st
         wait_until(lambda: bool(list(found[0].registry.addresses)), 30, "the engine to be known")
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_is_announced_as_soon_as_it_is_connected(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it or its coordinator comes first: what was announced before that is lost."""
+    monkeypatch.setattr("headrace.core.coordinator.announcer.ANNOUNCE_EVERY_S", 1e4)
+    with coordinator() as before:
+        address = before.address
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(coordinator(address))] if is_first else []
+        stack.enter_context(announcer(address))
+        found = found or [stack.enter_context(coordinator(address))]
+        wait_until(lambda: bool(list(found[0].registry.addresses)), 30, "the engine to be known")
+
+
 def test_an_engine_that_once_cannot_be_announced_is_announced_later(caplog: pytest.LogCaptureFixture) -> None:
     states = iter([None, idle()])
     with coordinator() as found, announcer(found.address, lambda: next(states, idle())):  # type: ignore[return-value]
