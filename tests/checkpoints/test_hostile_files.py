@@ -49,22 +49,35 @@ TRIALS = str(Path(tiny_models.__file__).with_name("model_trials.py"))
 Trial = tuple[str, dict[str, Any] | None]
 
 
-def ends_of(trials: list[Trial]) -> list[str]:
+@pytest.fixture(scope="module")
+def ends_of() -> Iterator[Callable[[list[Trial]], list[str]]]:
     """How each model ended: see `model_trials`."""
-    done = subprocess.run(
-        [sys.executable, TRIALS], input=json.dumps(trials), capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with subprocess.Popen(
+        [sys.executable, TRIALS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def ends(trials: list[Trial]) -> list[str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(trials) + "\n")
+            process.stdin.flush()
+            found: list[str] = json.loads(process.stdout.readline())
+            return found
+
+        yield ends
 
 
-def assert_refused(files: dict[str, Path], *, or_answered: bool = True) -> None:
+@pytest.fixture
+def assert_refused(ends_of: Callable[[list[Trial]], list[str]]) -> Callable[..., None]:
     """Each is read, or refused by an error of ours: none raises another, takes more memory or time, or crashes."""
-    ends = ends_of([(str(path), None) for path in files.values()])
-    allowed = ("refused: ", "answered") if or_answered else ("refused: ",)
-    wrong = [f"{name}: {end}" for name, end in zip(files, ends, strict=True) if not end.startswith(allowed)]
-    assert not wrong, "\n".join(wrong)
+
+    def check(files: dict[str, Path], *, or_answered: bool = True) -> None:
+        ends = ends_of([(str(path), None) for path in files.values()])
+        allowed = ("refused: ", "answered") if or_answered else ("refused: ",)
+        wrong = [f"{name}: {end}" for name, end in zip(files, ends, strict=True) if not end.startswith(allowed)]
+        assert not wrong, "\n".join(wrong)
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +115,7 @@ def changed(data: bytes, limit: int, chance: random.Random) -> bytes:
 
 
 @FEW_OR_ALL
-def test_gguf_headers(tmp_path: Path, share: int) -> None:
+def test_gguf_headers(tmp_path: Path, share: int, assert_refused: Callable[..., None]) -> None:
     chance = random.Random(1)
     sound = tiny_gguf.save_gguf(tiny_models.build("llama"), tmp_path / "sound.gguf")
     header = GGUFHeader(sound)
@@ -160,7 +173,9 @@ def test_many_missing_files_of_a_split_gguf_are_not_all_named(tmp_path: Path) ->
 
 
 @FEW_OR_ALL
-def test_safetensors_headers(copies: Callable[[str], Path], model: Path, share: int) -> None:
+def test_safetensors_headers(
+    copies: Callable[[str], Path], model: Path, share: int, assert_refused: Callable[..., None]
+) -> None:
     chance, files = random.Random(2), {}
     (weights,) = model.glob("*.safetensors")
     data = weights.read_bytes()
@@ -182,7 +197,9 @@ def test_safetensors_headers(copies: Callable[[str], Path], model: Path, share: 
 
 
 @FEW_OR_ALL
-def test_files_of_torch(copies: Callable[[str], Path], model: Path, share: int) -> None:
+def test_files_of_torch(
+    copies: Callable[[str], Path], model: Path, share: int, assert_refused: Callable[..., None]
+) -> None:
     chance, files = random.Random(3), {}
     (weights,) = model.glob("*.safetensors")
     state = load_file(weights)
@@ -207,7 +224,9 @@ def with_changed_pickle(data: bytes, is_zip: bool, chance: random.Random) -> byt
     return made.getvalue()
 
 
-def test_an_archive_that_grows_when_it_is_read(copies: Callable[[str], Path]) -> None:
+def test_an_archive_that_grows_when_it_is_read(
+    copies: Callable[[str], Path], ends_of: Callable[[list[Trial]], list[str]]
+) -> None:
     path = copies("model.safetensors").with_name("pytorch_model.bin")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("archive/data.pkl", "w", force_zip64=True) as part:
@@ -243,7 +262,7 @@ INDEXES = [
 ]  # fmt: skip
 
 
-def test_indexes_and_configs(copies: Callable[[str], Path]) -> None:
+def test_indexes_and_configs(copies: Callable[[str], Path], assert_refused: Callable[..., None]) -> None:
     files = {}
     for text in INDEXES:
         path = copies("model.safetensors.index.json")
@@ -265,7 +284,9 @@ SIZES = (
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "mscale": 1.0, "attention_factor": 1.0}
 
 
-def test_numbers_of_a_config(copies: Callable[[str], Path], model: Path) -> None:
+def test_numbers_of_a_config(
+    copies: Callable[[str], Path], model: Path, ends_of: Callable[[list[Trial]], list[str]]
+) -> None:
     """Some of each, as all together take minutes."""
     stored, chance = json.loads((model / "config.json").read_text()), random.Random(4)
     trials: dict[str, Trial] = {}
@@ -376,7 +397,9 @@ def test_damaged_weights_that_are_read_again_over_http_leave_every_engine_its_ow
         assert "Traceback" not in server.log
 
 
-def test_weights_that_are_not_dense_numbers_in_memory(copies: Callable[[str], Path], model: Path) -> None:
+def test_weights_that_are_not_dense_numbers_in_memory(
+    copies: Callable[[str], Path], model: Path, ends_of: Callable[[list[Trial]], list[str]]
+) -> None:
     (weights,) = model.glob("*.safetensors")
     state = load_file(weights)
     name = EMBEDDING
@@ -430,7 +453,9 @@ THINGS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_what_is_no_file_is_not_waited_for(copies: Callable[[str], Path]) -> None:
+def test_what_is_no_file_is_not_waited_for(
+    copies: Callable[[str], Path], ends_of: Callable[[list[Trial]], list[str]]
+) -> None:
     made = []
     for name in ("model.safetensors", "pytorch_model.bin", "model.gguf", "config.json"):
         for what, make in THINGS.items():
@@ -475,7 +500,9 @@ OPTIONAL = (
 )
 
 
-def test_an_optional_file_that_is_no_file_is_named(copies: Callable[[str], Path]) -> None:
+def test_an_optional_file_that_is_no_file_is_named(
+    copies: Callable[[str], Path], ends_of: Callable[[list[Trial]], list[str]]
+) -> None:
     made: list[tuple[str, Path]] = []
     for name in OPTIONAL:
         for what, make in THINGS.items() if name == "tokenizer_config.json" else [("a named pipe", pipe)]:

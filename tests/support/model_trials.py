@@ -1,8 +1,8 @@
 """Opens models of strangers, each in a fork with limits of memory and processor time, and reports how it ended.
 
-stdin: a JSON list of [path, options]; with the options null the files are read and nothing is computed. stdout: a JSON
-list, one string each: `answered`, `refused: MESSAGE` of an error of Headrace's, `raised: ...` of any other, or `killed
-by signal N`.
+stdin: lines, each a JSON list of [path, options]; with the options null the files are read and nothing is computed.
+stdout: for each line one with a JSON list, one string each: `answered`, `refused: MESSAGE` of an error of Headrace's,
+`raised: ...` of any other, or `killed by signal N`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
     from headrace.executor.models import families
 
     families.families()
-    print(json.dumps([in_a_fork(path, options) for path, options in json.load(sys.stdin)]))
+    for line in sys.stdin:
+        print(json.dumps([in_a_fork(path, options) for path, options in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":
