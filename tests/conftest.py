@@ -42,16 +42,20 @@ LEFTOVER_GRACE_S = 5.0
 
 @pytest.hookimpl(optionalhook=True)  # for pytest without xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are cores: tests wait for other processes for a third of their time."""
-    return max(2, (os.cpu_count() or 1) * 3 // 2)
+    """Twice as many as there are cores: tests wait for other processes for two fifths of their time."""
+    return max(2, (os.cpu_count() or 1) * 2)
 
 
 LONG_FILES = (
-    *("kernels/test_triton_values.py", "fleet/test_scaling.py", "fleet/test_serve_fleet.py"),
-    *("http/test_http_restart.py", "parallel/test_shared_experts.py", "http/test_http_lifecycle.py"),
-    *("core/test_control.py", "fleet/test_fleet.py", "fleet/test_coordinator.py", "fleet/test_hosts.py"),
-    *("gpu/test_gpu_parallel.py", "parallel/test_node_drain.py", "checkpoints/test_hostile_files.py"),
-    *("checkpoints/test_remote_code.py", "http/test_http_limits.py"),
+    *("http/test_http_lifecycle.py", "fleet/test_scaling.py", "kernels/test_triton_values.py"),
+    *("http/test_http_restart.py", "models/test_parallel_model.py", "checkpoints/test_hostile_files.py"),
+    *("fleet/test_serve_fleet.py", "models/test_recurrent_families.py", "cpu/test_cpu_build.py"),
+    *("checkpoints/test_tokenizer_keys.py", "core/test_daemon.py", "http/test_http_docs.py"),
+    *("http/test_http_formats.py", "frontend/test_hostile_answers.py", "gpu/test_gpu_pretend.py"),
+    *("parallel/test_multiproc_start.py", "parallel/test_multiproc_failure.py", "http/test_http_demo_model.py"),
+    *("parallel/test_multiproc.py", "core/test_control.py", "parallel/test_multinode.py", "cli/test_interrupts.py"),
+    *("http/test_http_api_document.py", "cli/test_process_one.py", "parallel/test_shared_experts.py"),
+    *("models/test_demo_model.py", "simulation/test_fleet_simulation.py", "fleet/test_coordinator.py"),
 )
 """Begun first: if one of them were left for the end, the other processes would wait for it."""
 

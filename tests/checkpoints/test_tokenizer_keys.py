@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,7 @@ import sentencepiece
 import tiny_models
 from test_folder_tokens import write
 from test_tokenizer_bundle import TEXTS, bundle_of, open_folder, save_tokenizer
-from tiny_gguf import save_gguf
+from tiny_gguf import convert, save_gguf, saved_state
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import GenerationConfig
 
@@ -434,8 +435,9 @@ def pieces() -> dict[str, Any]:
     marks = ["<|tool|>", "<think>", "<|a|>", "<|b|>", "<|pad|>", "<e1>", "<e2>", "<e3>", "<e4>", "<e5>", "<e6>", "<e7>"]
     tokens = ["<unk>", "<s>", "</s>", *BYTES, *letters, *words, *marks]
     size = len(tokens) - len(marks)
-    shift = size - len(byte_level()["tokenizer.ggml.tokens"]) + len(marks)
-    held = {key: value + shift if key.endswith("_token_id") else value for key, value in byte_level().items()}
+    held = byte_level()
+    shift = size - len(held["tokenizer.ggml.tokens"]) + len(marks)
+    held = {key: value + shift if key.endswith("_token_id") else value for key, value in held.items()}
     scores = [0.0] * (259 + len(letters)) + [-float(index) for index in range(len(words))] + [0.0] * len(marks)
     types = [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(words)), 3, 4, *[3] * 10]
     return {
@@ -460,6 +462,7 @@ def word_pieces() -> dict[str, Any]:
     return {**held, **ggml(model="bert", tokens=tokens, token_type=types), **flags}
 
 
+@cache
 def charsmap() -> bytes:
     """SentencePiece's map of characters for one rule, that T becomes t."""
     with TemporaryDirectory() as folder:
@@ -497,8 +500,10 @@ def test_each_key_of_a_gguf_tokenizer_counts_or_is_known_not_to(
     metadata = make()
     model = tiny_models.build("llama", vocab_size=512, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
 
+    config, state = model.config.to_dict(), saved_state(model)
+
     def read(changed: Mapping[str, Any]) -> Any:
-        return outcome(save_gguf(model, tmp_path / "m.gguf", tokenizer=changed))
+        return outcome(convert(type(model).__name__, config, state, tmp_path / "m.gguf", tokenizer=changed))
 
     expected = read(metadata)
     assert not isinstance(expected, str), expected
@@ -548,10 +553,12 @@ def test_a_value_of_another_type_in_a_gguf_tokenizer_is_refused(
 ) -> None:
     """A text "false" is true to Python, and a number where an id should stand would be passed over."""
     model = tiny_models.build("llama", vocab_size=512, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
-    for key in make():
+    held, config, state = make(), model.config.to_dict(), saved_state(model)
+    for key in held:
         name = key.removeprefix("tokenizer.").removeprefix("ggml.").removesuffix(".tool_use")
         for other in WRONG.get(GGUF_TYPES.get(name, ""), []):
-            path = save_gguf(model, tmp_path / "m.gguf", tokenizer={**make(), key: other})
+            tokenizer = {**held, key: other}
+            path = convert(type(model).__name__, config, state, tmp_path / "m.gguf", tokenizer=tokenizer)
             with pytest.raises(ModelError, match=rf"({re.escape(key)}|eos_token_id) is .* expected"):
                 bundle_of(path)
 

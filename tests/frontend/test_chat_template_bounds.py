@@ -54,7 +54,7 @@ def _workers() -> list[psutil.Process]:
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "MOST_COMPUTING_S", 0.3)
+    monkeypatch.setattr(template_renderer, "MOST_COMPUTING_S", 0.1)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -384,7 +385,11 @@ def test_an_archive_leaves_out_kernels_rather_than_be_too_large_to_come_back(
     assert kernels == [f"{39 - number:02}" for number in range(len(kernels))], "the oldest first"
 
 
-def test_what_was_never_begun_comes_before_what_did_not_end_well(run_all: Any, tmp_path: Path) -> None:
+def test_what_was_never_begun_comes_before_what_did_not_end_well(
+    load: Any, run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = load("gpu_all")
+    monkeypatch.setattr(module, "JOBS", tuple(replace(each, most_s=min(each.most_s, 0.2)) for each in module.JOBS))
     first, second = tmp_path / "first", tmp_path / "second"
     assert run_all(first, only=["fails"]) == {"fails": "ended with status 1"}
     assert [*run_all(second, resume=first)] == ["hangs", "works", "long", "fails"]

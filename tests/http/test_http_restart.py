@@ -135,7 +135,7 @@ def test_an_attached_engine_that_was_stopped_for_longer_than_the_peer_timeout_is
         assert metric(client, "headrace:num_requests_running") == 0, "what it had at its stop has ended"
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_an_engine_is_started_again_when_that_was_asked_for(processes):
     with (
         serving("--restart-engine", "2", "--api-server-count", processes, null_model=SLOW) as server,
@@ -161,7 +161,7 @@ def test_an_engine_is_started_again_when_that_was_asked_for(processes):
         assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_requests_that_brought_nothing_are_sent_to_the_engine_that_takes_over(processes):
     arguments = ("--restart-engine", "1", "--max-num-seqs", "1", "--api-server-count", processes)
     with (
@@ -191,7 +191,7 @@ def test_a_request_that_kills_engines_is_sent_again_once():
         server.wait_log("1 waiting for an engine(.|\n)*starting the engine again")
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_an_engine_that_dies_too_often_ends_the_server_and_fails_what_waited_with_the_cause(processes):
     options = ("--restart-engine", "1", "--api-server-count", processes)
     with serving(*options, null_model={"crash_step": 1}) as server, server.client() as client:

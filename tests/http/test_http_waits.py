@@ -21,7 +21,13 @@ from headrace.ipc.failure import EngineDeadError
 
 @pytest.mark.parametrize(
     ("engines", "processes"),
-    [(["ipc"], "1"), (["ipc"], "2"), (["ipc", "absent"], "1"), (["absent", "tcp"], "1"), (["coordinator"], "2")],
+    [
+        (["ipc"], "2"),
+        (["absent", "tcp"], "1"),
+        (["coordinator"], "2"),
+        pytest.param(["ipc"], "1", marks=pytest.mark.system),
+        pytest.param(["ipc", "absent"], "1", marks=pytest.mark.system),
+    ],
 )
 def test_a_server_waits_for_its_engine_and_says_for_which(engines, processes, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE))

@@ -162,8 +162,15 @@ def expect_the_same_bits(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
             assert np.array_equal(logits, own_logits)
 
 
-@pytest.mark.parametrize("plan", SAMPLE, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[pytest.mark.system] if at == 1 + place % 2 else [])
+        for place, name in enumerate(MODELS)
+        for at, plan in enumerate(SAMPLE)
+    ],
+    ids=str,
+)
 def test_logits_do_not_depend_on_how_steps_are_planned(
     folder: Path, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ template. `build(name)` returns the transformers model itself. Both depend only 
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,6 +217,19 @@ def save(name: str, folder: Path, seed: int = 0, tokenizer: bool = False, **conf
 
 def make_tokenizer() -> Any:
     """A byte-level BPE of at most VOCAB_SIZE tokens, with `<s>` 0 and `</s>` 1: any text round-trips."""
+    from tokenizers import Tokenizer
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@functools.cache
+def _trained_tokenizer() -> str:
+    """Its tokenizer.json: a hundred tests of a process want it, and training takes a while."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -228,9 +242,7 @@ def make_tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
-    )
+    return str(tokenizer.to_str())
 
 
 def _randomise(model: Any, seed: int, embedding_std: float) -> None:
