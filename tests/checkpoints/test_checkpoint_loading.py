@@ -208,7 +208,7 @@ def test_reading_ahead_ends_with_the_weights_it_is_for(large: Path, monkeypatch:
     (thread,) = threads_called("prefetch")
     assert thread.is_alive()
     del weights
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import within
 
 import headrace
 from headrace.core.process import child
@@ -248,17 +249,17 @@ def test_ctrl_c_while_the_engine_starts_is_status_130_and_leaves_nothing() -> No
         text=True,
     )
     try:
-        deadline = Deadline(30.0)
+        deadline = Deadline(within(30.0))
         while not (children := psutil.Process(process.pid).children()):
             assert not deadline.passed
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=within(30))
     finally:
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert psutil.wait_procs(children, timeout=within(5))[1] == []
 
 
 @pytest.mark.demo_model

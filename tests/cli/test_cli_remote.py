@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from http_server import Server, address_of_engine, metric, serving
-from patience import wait_until
+from patience import wait_until, within
 
 from headrace.frontend.cli.main import main
 from headrace.frontend.cli.remote import RemoteLLM
@@ -159,7 +159,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(server):
         for each in expected
     ]
     for command, program in zip(expected, programs, strict=True):
-        _, said = program.communicate(timeout=20)
+        _, said = program.communicate(timeout=within(20))
         assert (program.returncode, said) == expected[command], command
 
 
@@ -192,6 +192,6 @@ def test_ctrl_c_ends_every_command_without_a_traceback(tmp_path):
         for program in programs:
             program.send_signal(signal.SIGINT)
         for command, program in zip(commands, programs, strict=True):
-            _, said = program.communicate(timeout=10)
+            _, said = program.communicate(timeout=within(10))
             assert (program.returncode, b"Traceback" in said) == (130, False), (command, said.decode())
         wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "the aborts")

@@ -22,7 +22,7 @@ from fake_core import Faults, ZmqCore, zmq_core
 from fleet_parts import Session
 from http_server import null_engine_arguments
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
-from patience import wait_until
+from patience import wait_until, within
 from source_tree import PYTHONPATH
 
 from headrace import LLM, SamplingParams
@@ -400,7 +400,7 @@ def test_ctrl_c_ends_it_and_leaves_whole_lines(runtime_directory: Path, tmp_path
     try:
         wait_until(lambda: out.exists() and (while_it == "loads" or out.stat().st_size > 0), 30.0, "a result")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=within(30))
     finally:
         process.kill()
         process.wait()

@@ -150,14 +150,14 @@ def test_a_runtime_directory_that_cannot_be_used_is_told_and_the_childs_end_is_s
     os.kill(child.pid, signal.SIGKILL)
     heard = threading.Event()
     child.on_exit(lambda failure: heard.set())
-    assert heard.wait(20), "the watching thread ended before it could tell"
+    assert heard.wait(60), "the watching thread ended before it could tell"
     with pytest.raises(AddressError, match="directory"):
         runtime_directory_now()
     second, ended = start_engine(Options(**NULL)), threading.Event()
     with pytest.raises(EngineStartError, match="directory"):
         second.wait_ready(60)
     second.on_exit(lambda failure: ended.set())
-    assert ended.wait(20), "what watches it would still look for its sockets while the folder is removed"
+    assert ended.wait(60), "what watches it would still look for its sockets while the folder is removed"
 
 
 def test_a_killed_coordinator_leaves_no_socket_though_its_address_has_the_parents_number(

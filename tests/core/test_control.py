@@ -298,7 +298,7 @@ def test_the_same_commands_in_this_process_and_in_another(llm, tmp_path):
         assert waiting.is_alive()
     assert not answers
     llm.resume_generation()
-    waiting.join(20)
+    waiting.join(60)
     assert len(answers[0].outputs[0].token_ids) == 4
     paths = llm.stop_profile()
     assert Path(paths[0]).name.startswith("try-core-")

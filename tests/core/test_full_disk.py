@@ -15,6 +15,7 @@ import httpx
 import pytest
 import tiny_models
 from http_server import HERE, null_engine_arguments
+from patience import within
 
 from headrace import LLM, SamplingParams
 from headrace.ipc.failure import HeadraceError
@@ -115,7 +116,7 @@ def test_a_server_whose_log_and_caches_cannot_be_written_serves_and_ends_as_ever
                 answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
                 assert answer.status_code == 200, answer.text
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(within(30)) == 0
     finally:
         server.kill()
         server.wait()

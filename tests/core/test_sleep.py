@@ -238,7 +238,7 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
         # The mount is back: what hung goes on, for nobody.
         for thread in threading.enumerate():
             if thread.name == "reading the weights":
-                thread.join(20)
+                thread.join(60)
         llm.wake_up()
         assert tokens_of(llm) == before
 

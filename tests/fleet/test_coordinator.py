@@ -44,7 +44,7 @@ def program(*command: str, ready: str) -> Iterator[tuple[subprocess.Popen[str], 
         yield process, line.split()[-1]
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def coordinator(address: str) -> Any:

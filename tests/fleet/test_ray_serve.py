@@ -20,7 +20,7 @@ import uvicorn
 import yaml
 from http_server import events_of, metric
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
-from patience import wait_until
+from patience import wait_until, within
 from starlette.requests import Request
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
@@ -137,7 +137,7 @@ def test_a_replica_passes_on_all_that_its_server_says_and_is_ill_when_that_is_go
                 await replica.check_health()
             failed = await asyncio.to_thread(httpx.get, f"{running.url}/health", timeout=30)
             assert (failed.status_code, "does not answer" in failed.text) == (503, True)
-        psutil.wait_procs(engines, 10)
+        psutil.wait_procs(engines, 60)
         assert not any(each.is_running() for each in engines)
 
     asyncio.run(run())
@@ -244,7 +244,7 @@ def test_no_stream_of_a_ray_serve_application_ends_with_its_engine(ray_url: str,
         (server,) = below(ray_serve_program(), others)
         left = [server, *server.children(recursive=True), *below("headrace.core.process.daemon", others)]
         server.parent().kill()  # the replica; Ray Serve starts another one
-        assert not psutil.wait_procs(left, 30)[1]
+        assert not psutil.wait_procs(left, within(30))[1]
 
         def is_back() -> bool:
             return client.get("/health/ready").status_code == 200

@@ -141,7 +141,7 @@ def run_script(rest: str) -> tuple[subprocess.Popen[str], int]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     assert process.stdout is not None
     assert process.stderr is not None
-    status = process.wait(20)
+    status = process.wait(within(20))
     errors = process.stderr.read()
     process.stdout.close()
     process.stderr.close()

@@ -45,7 +45,7 @@ def nginx(folder: Path, text: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def nginx_conf(ports: tuple[int, int], port: int) -> str:

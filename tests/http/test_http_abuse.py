@@ -137,7 +137,7 @@ def test_a_small_body_of_many_lists_or_texts_is_prepared_off_the_event_loop(body
 
 
 def test_the_collector_keeps_still_while_large_bodies_are_worked_on_and_not_for_ever(monkeypatch):
-    bodies, both = LargeBodies(1 << 20), threading.Barrier(2, timeout=10)
+    bodies, both = LargeBodies(1 << 20), threading.Barrier(2, timeout=60)
 
     def work() -> bool:
         both.wait()

@@ -264,7 +264,7 @@ def test_a_name_that_is_re_bound_gets_nothing_from_any_route(open_server: Server
 
 def raw(server: ServerHere, request: bytes) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.sendall(request)
         return read_all(sock)
 

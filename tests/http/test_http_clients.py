@@ -40,7 +40,7 @@ def client(server: ServerHere) -> Iterator[httpx.Client]:
 
 def connected(server: ServerHere) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def request(body: object, *headers: str, version: str = "1.1", path: str = COMPLETIONS) -> bytes:

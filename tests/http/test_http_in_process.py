@@ -159,7 +159,7 @@ def test_bodies_beyond_those_that_memory_has_room_for_are_refused_until_others_a
         return client.post(COMPLETIONS, content=small, headers={"content-type": "application/json"})
 
     with ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(8)]
+        socks = [stack.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(8)]
         for sock in socks:
             sock.sendall(request[:-1])
         wait_until(lambda: another().status_code == 429, 20, "all bodies to be read")
@@ -229,7 +229,7 @@ def test_what_has_ended_is_freed_without_the_collector(server: ServerHere, clien
     try:
         before = living()
         for end in (b"HTTP/1.1 200", b"data: [DONE]\n\n\r\n0\r\n\r\n"):  # within the answer, and after it
-            with socket.create_connection((host, int(port)), timeout=20) as sock:
+            with socket.create_connection((host, int(port)), timeout=60) as sock:
                 sock.sendall(request)
                 answer = b""
                 while end not in answer:

@@ -369,7 +369,7 @@ def test_what_hangs_before_its_request_runs_holds_no_stop_up(path, body):
         wait_until(lambda: len(psutil.Process(server.process.pid).net_connections()) > 12, 60, "all requests")
         server.process.send_signal(signal.SIGTERM)
         try:
-            assert server.process.wait(40) == 0
+            assert server.process.wait(within(40)) == 0
         finally:
             server.process.kill()
         for each in asked:
@@ -483,7 +483,7 @@ def test_a_frozen_engine_makes_no_progress():
         wait_until(lambda: client.get("/health/progress").status_code == 503, 30, "the stall to be noticed")
         assert client.get("/health/live").status_code == 200
         engine_of(server).kill()
-        assert answer.result(10).status_code == 503
+        assert answer.result(60).status_code == 503
         assert server.wait_exit() == 70
 
 

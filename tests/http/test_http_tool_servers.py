@@ -73,7 +73,7 @@ def tool_server() -> Iterator[str]:
             yield f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
 
 
 @pytest.fixture(scope="module")

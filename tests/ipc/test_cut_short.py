@@ -111,7 +111,7 @@ def test_the_client_that_a_message_fails_for_ends_with_the_cause_and_no_other(
         await client.close()
 
     asyncio.run(main())
-    assert inbox.get(timeout=20) == (1, ClientGone())
+    assert inbox.get(timeout=60) == (1, ClientGone())
 
 
 def test_a_client_whose_request_could_not_be_taken_does_not_wait_for_it() -> None:
@@ -128,7 +128,7 @@ def test_a_client_whose_request_could_not_be_taken_does_not_wait_for_it() -> Non
             wait_until(lambda: port.clients == [1, 2], 30, "the port knows both, which it has answered")
             client.add(1, [5, 6])
             assert "could not be received: MemoryError" in client.receive(Dismissed).failure.message
-            assert inbox.get(timeout=5) == (1, ClientGone())
+            assert inbox.get(timeout=60) == (1, ClientGone())
             assert port.clients == [2]
             port.send(2, SMALL)
             other.receive(Load)

@@ -112,7 +112,7 @@ def test_what_a_client_has_sent_opens_no_session_when_somebody_sends_it_again(
     assert b"CURVE" in session
     assert b"MESSAGE" in session, "all of it, and not the handshake alone"
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=20) as again:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as again:
         again.sendall(session)
         with contextlib.suppress(ConnectionResetError):
             while again.recv(65536):  # the engine's half of a handshake, and then it hangs up

@@ -85,7 +85,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
 def test_a_client_that_does_not_read_is_dismissed_and_hears_why(port: Port) -> None:
     with WireClient(port.port.address) as client:
         port.fill(1)
-        assert port.inbox.get(timeout=5) == (1, ClientGone())
+        assert port.inbox.get(timeout=60) == (1, ClientGone())
         dismissed = client.receive(Dismissed)
         assert "did not read its answers" in dismissed.failure.message
 
@@ -183,7 +183,7 @@ def test_what_a_client_leaves_unread_is_bounded_in_bytes_and_one_that_reads_has_
                 assert reads.receive(Reply).result == bundle
             for call in range(40):
                 leaves.send(FetchTokenizer(call=call))
-            assert port.inbox.get(timeout=10) == (2, ClientGone())
+            assert port.inbox.get(timeout=60) == (2, ClientGone())
             leaves.receive(Dismissed)
             assert len(leaves.heard) < 25
             reads.send(FetchTokenizer(call=41))
@@ -229,7 +229,7 @@ def test_a_message_of_very_many_frames_is_refused_and_the_loop_sends_meanwhile(p
         assert sent > 3, "the loop has waited for the port's thread"
         assert f"more than {sockets.MOST_FRAMES} frames" in client.receive(Refused).failure.message
         client.add(1, [5, 6])
-        assert port.inbox.get(timeout=5)[1].slot == 1  # type: ignore[union-attr]
+        assert port.inbox.get(timeout=60)[1].slot == 1  # type: ignore[union-attr]
 
 
 def test_a_message_that_would_take_long_to_read_is_refused_and_its_sender_is_told_before(port: Port) -> None:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tiny_models
 from multiproc_parts import HERE, bring_up, options
-from patience import wait_until
+from patience import wait_until, within
 from plan_maker import PlanMaker
 from source_tree import PYTHONPATH
 from test_multiproc import adapter, tokens_of_one_process
@@ -95,7 +95,7 @@ class Cluster:
         return self.executor.collect().token_ids.tolist()
 
     def end_of_node(self) -> tuple[int, str]:
-        _, log = self.node.communicate(timeout=FAILS_WITHIN_S)
+        _, log = self.node.communicate(timeout=within(FAILS_WITHIN_S))
         return self.node.returncode, log
 
 
@@ -179,7 +179,7 @@ def test_a_node_ends_with_a_core_that_is_killed(tmp_path: Path) -> None:
     assert len(of_both) >= 3, "two ranks and a node"
     core.kill()
     core.wait()
-    _, alive = psutil.wait_procs([node, *of_both], timeout=FAILS_WITHIN_S)
+    _, alive = psutil.wait_procs([node, *of_both], timeout=within(FAILS_WITHIN_S))
     assert not alive
 
 
@@ -209,7 +209,7 @@ def test_a_node_that_does_not_fit_is_refused_and_the_core_waits_on(
     describing.start()
     try:
         node = start_node(executor.address[1], *null_flags(asked), *flags, **environment)
-        _, log = node.communicate(timeout=20)
+        _, log = node.communicate(timeout=within(20))
         assert node.returncode == 1
         assert said in log
         assert describing.is_alive()
@@ -229,14 +229,14 @@ def _ignore(kind: type[Exception], call: Callable[[], object]) -> None:
 
 def test_a_node_without_a_core_gives_up_with_a_sentence() -> None:
     node = start_node(1, *null_flags(options()), "--node-join-timeout=0.5")
-    _, log = node.communicate(timeout=20)
+    _, log = node.communicate(timeout=within(20))
     assert node.returncode == 1
     assert "node 1 cannot reach the engine core at 127.0.0.1:1 after 0.5 s" in log
 
 
 def test_a_node_of_no_cluster_is_told_so_at_once() -> None:
     node = start_node(1, *null_flags(options()), "--nnodes=1", "--node-rank=5")
-    _, log = node.communicate(timeout=20)
+    _, log = node.communicate(timeout=within(20))
     assert node.returncode == 1
     assert "node_rank=5 needs nnodes above 1: set nnodes" in log
 
@@ -275,7 +275,7 @@ def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> Non
         workers[1].kill()
         with pytest.raises(EngineDeadError, match=r"worker . .*killed by signal 9"):
             llm.generate(prompt, params, use_tqdm=False)
-    _, alive = psutil.wait_procs(workers, timeout=FAILS_WITHIN_S)
+    _, alive = psutil.wait_procs(workers, timeout=within(FAILS_WITHIN_S))
     assert not alive
 
 
@@ -323,4 +323,4 @@ def test_two_nodes_answer_as_one_process_does(sizes: dict[str, int], tmp_path: P
     node = start_node(port, *flags)
     with LLM(str(tmp_path), **common, **sizes, nnodes=2, master_port=port) as llm:
         assert tokens(llm) == expected
-    assert node.wait(10) == 0
+    assert node.wait(within(10)) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,23 +46,21 @@ def test_only_the_last_stages_first_rank_is_heard(tp_size: int, pp_size: int) ->
         assert [ranks.step().token_ids.tolist() for _ in range(5)] == tokens_of_one_process(5)
 
 
-STEP_S = 2.0
-"""So long that a busy machine submits all steps within the first."""
-
-
 def test_submit_waits_for_nobody_and_results_come_in_order() -> None:
-    with Ranks(options(step_delay_s=STEP_S)) as ranks:
+    with Ranks(options()) as ranks:
         ranks.bring_up()
         in_flight = ranks.executor.max_steps_in_flight
         assert in_flight >= 2
-        began_s = time.monotonic()
+        workers = [ranks.pid(rank) for rank in range(2)]
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
         for _ in range(in_flight):
-            ranks.submit()
-        assert time.monotonic() - began_s < STEP_S
+            ranks.submit()  # there is nobody who could answer
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
         results = [ranks.executor.collect() for _ in range(in_flight)]
         assert [result.step for result in results] == list(range(in_flight))
         assert [result.token_ids.tolist() for result in results] == tokens_of_one_process(in_flight)
-        assert time.monotonic() - began_s >= STEP_S * in_flight
 
 
 def test_what_does_not_fit_a_slot_reaches_every_rank_and_comes_back() -> None:
@@ -269,7 +268,7 @@ def test_lagging_workers_are_named_in_the_phase(monkeypatch: pytest.MonkeyPatch)
 
         thread = threading.Thread(target=start)
         thread.start()
-        assert done.wait(10)
+        assert done.wait(60)
         os.kill(ranks.pid(1), 9)
         thread.join()
     assert "worker 1" in failed[0]

@@ -149,7 +149,7 @@ def run(cell: Cell, folder: Path) -> None:
 
 
 def check_nothing_is_left(seen: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(seen, timeout=WITHIN_S)
+    _, alive = psutil.wait_procs(seen, timeout=within(WITHIN_S))
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not [name for name in os.listdir("/dev/shm") if "headrace" in name]
 

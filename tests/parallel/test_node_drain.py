@@ -14,6 +14,7 @@ from socket import create_server
 
 import pytest
 from http_server import HERE, Server, engine_of
+from patience import within
 from test_http_lifecycle import streaming
 
 NUM_STREAMS = 6
@@ -73,7 +74,7 @@ def test_hosts_that_are_told_at_once_finish_what_runs(sizes, processes, number, 
     hosts.server.signal(number)
     assert hosts.are_whole()
     assert hosts.server.wait_exit(30) == 0
-    assert hosts.node.wait(30) == 0
+    assert hosts.node.wait(within(30)) == 0
 
 
 @pytest.mark.system
@@ -83,14 +84,14 @@ def test_hosts_meet_at_addresses_of_either_kind(address, stack, ipv6):
     assert hosts.are_whole()
     hosts.server.signal()
     assert hosts.server.wait_exit(30) == 0
-    assert hosts.node.wait(30) == 0
+    assert hosts.node.wait(within(30)) == 0
 
 
 def test_a_node_that_is_told_alone_has_its_engine_finish_what_runs(stack):
     hosts = Hosts(stack, "-tp", "2")
     hosts.node.send_signal(signal.SIGTERM)
     assert hosts.are_whole()
-    assert hosts.node.wait(30) == 0
+    assert hosts.node.wait(within(30)) == 0
     hosts.server.wait_exit(30)
     assert "node 1 was asked to end: this engine finishes its requests and ends" in hosts.server.log
 
@@ -101,7 +102,7 @@ def test_a_node_that_is_told_twice_ends_at_once(stack):
     hosts.node.send_signal(signal.SIGTERM)
     hosts.server.wait_log("node 1 was asked to end")
     hosts.node.send_signal(signal.SIGTERM)
-    assert hosts.node.wait(30) == 128 + signal.SIGTERM
+    assert hosts.node.wait(within(30)) == 128 + signal.SIGTERM
     ends = [[line for line in lines if line][-2] for lines in hosts.streams]
     assert all(re.search(r"node 1 .* is gone", end) for end in ends), ends
     hosts.server.wait_exit(30)
@@ -113,7 +114,7 @@ def test_a_node_that_waits_for_a_drain_ends_with_its_leader(stack):
     hosts.node.send_signal(signal.SIGTERM)
     hosts.server.wait_log("node 1 was asked to end")
     engine_of(hosts.server).kill()
-    assert hosts.node.wait(30) == 70
+    assert hosts.node.wait(within(30)) == 70
     hosts.server.wait_exit(30)
 
 
@@ -123,5 +124,5 @@ def test_a_drain_that_takes_too_long_ends_both_hosts_at_its_time_limit(stack):
     hosts.node.send_signal(signal.SIGTERM)
     for lines in hosts.streams:
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert hosts.node.wait(30) == 0
+    assert hosts.node.wait(within(30)) == 0
     hosts.server.wait_exit(30)

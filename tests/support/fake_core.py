@@ -274,7 +274,7 @@ class MemoryCore:
 
     def stop(self) -> None:
         self.inbox.put(None)
-        self.thread.join(10)
+        self.thread.join(60)
 
     def _run(self) -> None:
         while True:
@@ -313,7 +313,7 @@ class ZmqCore:
     def stop(self) -> None:
         self._record.remove()
         self._stop.set()
-        self.thread.join(10)
+        self.thread.join(60)
 
     def _run(self) -> None:
         codec: Codec[ClientMessage] = Codec(ClientMessage)

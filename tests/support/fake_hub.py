@@ -32,7 +32,7 @@ def serve_hub(repositories: Repositories, tokens: Mapping[str, str] | None = Non
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
-            thread.join(10)
+            thread.join(60)
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):

@@ -79,7 +79,7 @@ class Server:
 
     def wait_exit(self, timeout_s: float = 15.0) -> int:
         """Waits for the end of the process, reads the rest of the log, and returns the exit status."""
-        _, rest = self.process.communicate(timeout=timeout_s)
+        _, rest = self.process.communicate(timeout=within(timeout_s))
         self.log += rest.decode()
         return self.process.returncode
 
@@ -163,7 +163,7 @@ def _processor_s(pid: int) -> float:
 def connection(server: Server) -> Iterator[socket.socket]:
     """A plain TCP connection, to send what no HTTP client would."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         yield sock
 
 

@@ -14,7 +14,7 @@ def wants_keys(address: str) -> bool:
 
 def _answers(address: str, mechanism: bytes) -> bool:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=20.0) as sock:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=60.0) as sock:
         sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
         greeting = b""
         while len(greeting) < _GREETING_BYTES:
