@@ -60,7 +60,7 @@ def check_exact(value: Any, where: str) -> None:
 def _is_exact(value: float) -> bool:
     if isinstance(value, int):  # first, as one may be too large for a float
         return abs(value) < MOST_INTEGER and int(Decimal(repr(float(value)))) == value
-    if isinstance(value, LongFloat) or not math.isfinite(value):
+    if isinstance(value, LongFloat) or not math.isfinite(value) or abs(value) >= MOST_INTEGER:
         return False
     _, digits, exponent = Decimal(repr(value)).as_tuple()  # as it is written for a library
     significand = int("".join(map(str, digits)))

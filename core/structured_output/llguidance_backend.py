@@ -65,12 +65,13 @@ class LLGuidanceMatcher(Guarded):
             return False
         self.mask, self._forced = None, still_forced(self._forced, token_id)
         with self.step():
-            return bool(self.matcher.consume_token(token_id))
+            return bool(self.matcher.consume_token(token_id)) and not self.matcher.is_error()
         return False
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.matcher.is_stopped())
+        # Where nothing may follow on an unfinished text, the library stops as well, and lets the end token through.
+        return bool(self.matcher.is_stopped()) and not self.matcher.is_error()
 
     @property
     def problem(self) -> str:

@@ -160,6 +160,8 @@ class _Rewriting:
                 found[name] = _without_notes(self._resolved(found[name]))
         for change in _CHANGES:
             found = change(found)
+        check_exact(found.get("enum"), where)  # which may come from within
+        _check_distinct_names(found, where)
         if isinstance(alternatives := found.get("oneOf"), list):
             found = self._one_of(found, alternatives)
         for name in found.keys() & REFUSED.keys():
@@ -288,8 +290,16 @@ def _values_of(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _key_of(value: Any) -> str:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+    """A text that only equal values share, as JSON Schema has it: 1 and 1.0 are, 1 and true are not."""
+    return json.dumps(_with_whole_numbers(value), sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _closed(schema: Any) -> Any:
@@ -367,13 +377,29 @@ def _without_unique_items(schema: dict[str, Any]) -> dict[str, Any]:
     most, items = schema.get("maxItems"), schema.get("items")
     if schema["uniqueItems"] is False or (isinstance(most, int) and most <= 1):
         return rest
-    values = _values_in(items) if isinstance(items, dict) else None
-    if values is None or len(values) > _MOST_UNIQUE or schema.get("type") != "array" or "prefixItems" in schema:
+    values = _distinct_values(items)
+    is_alone = schema.get("type") == "array" and not schema.keys() & {"prefixItems", "enum", "const"}
+    if values is None or len(values) > _MOST_UNIQUE or not is_alone:
         return schema
     least, most = schema.get("minItems", 0), min(len(values), most if isinstance(most, int) else len(values))
     rest = {name: value for name, value in rest.items() if name not in ("items", "minItems", "maxItems", "type")}
     lists = [list(each) for size in range(least, most + 1) for each in itertools.permutations(values, size)]
     return {**rest, "enum": lists}
+
+
+def _distinct_values(schema: Any) -> list[Any] | None:
+    """All values of a schema that says no more of them than their type; None if it does, or lists none."""
+    values = _values_in(schema) if isinstance(schema, dict) and schema.keys() <= {"type", "enum", "const"} else None
+    if values is None or ("const" in schema and "enum" in schema):
+        return None
+    kinds = _known_types(schema.get("type", [_type_of(each) for each in values]))
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    of_type = [each for each in values if _type_of(each) in kinds or ("integer" in kinds and _is_whole(each))]
+    return list({_key_of(each): each for each in of_type}.values())
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
 def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
@@ -404,6 +430,17 @@ def _by_pattern(schema: dict[str, Any], pattern: str, others: Any) -> dict[str, 
     return {**schema, "patternProperties": {pattern: others}, "additionalProperties": False}
 
 
+def _check_distinct_names(schema: dict[str, Any], where: str) -> None:
+    """Raises ValueError, with the place, if an answer must have several properties that the schema does not name: no
+    library keeps their names apart, and those of one name are one property."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if is_closed or not isinstance(least, int):
+        return
+    if least - (len(set(map(str, required))) if isinstance(required, list) else 0) > 1:
+        raise ValueError(f"minProperties {least} is not followed: name at least {least - 1} in required (at {where})")
+
+
 def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
     """Where no other schema applies to the value, what is unevaluated is what is additional."""
     found = dict(schema)
@@ -428,7 +465,7 @@ def _without_assertions(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "pattern": f"^{rest}", "allOf": parts}
 
 
-_REWRITTEN = frozenset({*REFUSED, "pattern", "then", "else", "minContains", "maxContains"})
+_REWRITTEN = frozenset({*REFUSED, "pattern", "then", "else", "minContains", "maxContains", "minProperties"})
 """Keywords that _CHANGES look for."""
 _CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _without_vain_conditions,

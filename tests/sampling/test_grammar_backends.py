@@ -118,6 +118,72 @@ def test_what_is_repeated_in_a_gbnf_grammar_may_be_a_repetition(name: str, gramm
     assert [text for text in wrong if takes(start, text)] == []
 
 
+NO_END = {"$ref": "#/$defs/a"}
+ENDLESS = {"type": "object", "additionalProperties": NO_END, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NO_END}}
+
+
+@each_backend
+def test_an_answer_that_nothing_may_follow_on_is_not_taken_for_a_whole_one(name: str) -> None:
+    matcher = compiled(name, "json", json.dumps(ENDLESS)).copy()
+    assert takes(matcher, "{}")
+    assert all(matcher.accept(token_id) for token_id in tokens_of('{"a":'))
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    BACKENDS[name].fill([(matcher, 0, [])], mask)
+    assert not matcher.is_complete
+    assert not matcher.accept(tiny_models.EOS)
+    assert not matcher.is_complete
+    if name == "llguidance":
+        assert "leads back to itself" in matcher.problem
+
+
+LISTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"enum": ["a", 1, 2.0, True, None], "type": "string"}, ["[]", '["a"]'], ["[1]", '["a",1]', "[null]"]),
+    ({"enum": ["a", 1, 2.0, 0.5, True], "type": ["integer", "boolean"]}, ["[1,2,true]"], ["[0.5]", '["a"]']),
+    ({"enum": ["a", "a", "b"]}, ['["a","b"]', '["b"]'], ['["a","a"]', '["a","b","a"]']),
+    ({"enum": [[1], [1.0], [True], {"a": [0]}]}, ["[[1],[true]]"], ["[[1],[1.0]]", '[{"a":[0]},{"a":[0.0]}]']),
+]  # fmt: skip
+
+
+@each_backend
+@pytest.mark.parametrize("index", range(len(LISTED)))
+def test_lists_without_repetition_have_the_values_that_their_type_allows(name: str, index: int) -> None:
+    items, right, wrong = LISTED[index]
+    schema = {"type": "array", "items": items, "uniqueItems": True}
+    assert not [text for text in right if not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))]
+    assert not [text for text in wrong if jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))]
+    start = compiled(name, "json", json.dumps(schema))
+    assert [text for text in right if not takes(start, text)] == []
+    assert [text for text in wrong if takes(start, text)] == []
+
+
+@each_backend
+def test_a_list_without_repetition_is_refused_where_more_is_said_of_it(name: str) -> None:
+    for items, beside in (
+        ({"enum": ["a", "bb"], "minLength": 2}, {}),
+        ({"enum": ["a", "b"], "const": "b"}, {}),
+        ({"enum": ["a", "b"]}, {"enum": [["a"]]}),
+        ({"enum": ["a", "b"]}, {"const": ["a"]}),
+    ):
+        with pytest.raises(InvalidRequestError, match="uniqueItems is not followed"):
+            compiled(name, "json", json.dumps({"type": "array", "items": items, "uniqueItems": True, **beside}))
+    with pytest.raises(InvalidRequestError, match="is not followed exactly"):
+        compiled(name, "json", '{"type": "array", "items": {"enum": [9007199254740993]}, "uniqueItems": true}')
+
+
+@each_backend
+def test_properties_that_only_repeat_a_name_do_not_count(name: str) -> None:
+    for schema in ({"minProperties": 2}, {"minProperties": 3, "required": ["a"]}):
+        with pytest.raises(
+            InvalidRequestError, match=r"minProperties \d is not followed: name at least \d in required"
+        ):
+            compiled(name, "json", json.dumps({"type": "object", **schema}))
+    two = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "minProperties": 2}
+    start = compiled(name, "json", json.dumps(two))
+    assert takes(start, '{"a":null,"b":1}')
+    assert not takes(start, '{"a":null,"a":1}')
+    assert not takes(start, '{"a":null}')
+
+
 SURROGATES = [bytes((0xED, second, 0x80)) for second in range(0xA0, 0xC0)]
 BYTES = {each: TOKENIZER.convert_tokens_to_ids(character) for each, character in bytes_to_unicode().items()}
 
@@ -423,7 +489,7 @@ class Accepting:
         self._matcher = matcher
 
     def __getattr__(self, name: str) -> Any:
-        assert name in ("consume_token", "accept_token"), f"{name} is called for each token"
+        assert name in ("consume_token", "is_error", "accept_token"), f"{name} is called for each token"
         return getattr(self._matcher, name)
 
 
