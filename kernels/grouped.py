@@ -55,7 +55,7 @@ class InputRounding:
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantises x [..., k]: returns q [..., k] in x's dtype, and scale and zero [..., 1] ([1] if static, [..., k]
-        of groups)."""
+        of groups). A value that is not finite becomes NaN."""
         if self.group is not None:
             groups = x.unflatten(-1, (-1, self.group))
             scale = groups.abs().amax(-1, keepdim=True) / TOKEN_STEPS
@@ -69,7 +69,7 @@ class InputRounding:
             scale = (most - least) / 255 if self.shifted else torch.maximum(most, -least) / TOKEN_STEPS
             scale = torch.where(scale > 0, scale, 1.0)
             zero = (-128 - least / scale).round().clamp(-128, 127) if self.shifted else torch.zeros_like(scale)
-        return (x / scale + zero).clamp(-128, 127).round(), scale, zero
+        return (x / scale + zero).clamp(-128, 127).round() + x * 0, scale, zero
 
     def rounded(self, x: Tensor) -> Tensor:
         """x [..., k] after quantising and dequantising, the inputs of the product."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.adapters import AdapterLimits
+from headrace.executor.checkpoints.formats.as_loaded import finite
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
 from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
@@ -335,6 +336,7 @@ class CpuWeights(CheckedWeights):
         if floats.shape[1] % group:
             self._unquantised.add(name)
             return floats.to(self.dtype)
+        floats = finite(name, floats)
         if self._blocks.rounds_inputs and role == "matrix":
             return replace(quantise_wide(floats, bits, group), inputs=InputRounding(group=group))
         return (quantise if fit_half(floats, bits, group) else quantise_wide)(floats, bits, group)

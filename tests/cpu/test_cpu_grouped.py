@@ -103,6 +103,27 @@ def test_inputs_that_become_int8_are_multiplied_exactly(
         assert ((got - met @ exact_weight.T).abs() <= bound + 1e-30).all(), (rows, n, k, group)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("inputs", [None, *ROUNDINGS])
+@pytest.mark.parametrize(("kind", "zeros"), CASES)
+def test_no_code_hides_an_input_that_is_not_finite(
+    runtime: Runtime, kind: Kind, zeros: bool, inputs: InputRounding | None, value: float
+) -> None:
+    for index, at in enumerate((0, 31, 32, 127)):
+        weight = random_weight(kind, 70, 128, 64, dtype=torch.float32, zeros=zeros, ordered=index == 1 and not inputs)
+        rounds = inputs if kind in ("int4", "int8") else None
+        x = random_x(3, 128)
+        whole = linear.pack(replace(weight, inputs=rounds), runtime_=runtime).apply(x)
+        x[1, at] = value
+        got = linear.pack(replace(weight, inputs=rounds), runtime_=runtime).apply(x)
+        assert not got[1].isfinite().any(), at
+        assert torch.equal(got[::2], whole[::2])
+        if rounds is not None:
+            met = rounds.rounded(x)
+            assert met[1, at].isnan()
+            assert met[::2].isfinite().all()
+
+
 def test_groups_of_inputs_are_those_of_weights_in_order() -> None:
     for group, is_ordered in ((32, False), (64, True)):
         with pytest.raises(ValueError, match=f"groups of {group} inputs, and of 64 weights in their order"):

@@ -242,6 +242,21 @@ def test_extreme_values_do_what_fp32_does(runtime: Runtime) -> None:
     assert torch.equal(dense.apply(x).isnan(), (x @ weight.T).isnan())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("type_name", sorted(linear.WEIGHT_TYPES))
+def test_an_input_that_is_not_finite_spoils_its_row_whatever_the_weights_type(
+    runtime: Runtime, type_name: str, value: float
+) -> None:
+    packed, _ = random_weight(type_name, 70, 512, runtime)
+    for at in (0, 31, 32, 500):
+        x = random_x(3, 512)
+        whole = packed.apply(x)
+        x[1, at] = value
+        got = packed.apply(x)
+        assert not got[1].isfinite().any(), at
+        assert torch.equal(got[::2], whole[::2])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_online_quantisation_rounds_each_weight_to_its_groups_nearest_code(bits: int, group_size: int) -> None:

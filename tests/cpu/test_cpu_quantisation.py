@@ -21,7 +21,7 @@ from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.weights import Blocks
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear.linear import dequantise, quantise, quantise_wide, runtime
 from headrace.kernels.grouped import GroupedWeight, fit_half
@@ -71,6 +71,17 @@ def test_quantised_as_read_computes_the_dequantised_weights(bits: int) -> None:
         for weight in (*layer.mixer["qkv"].weights, *layer.ffn["down"].weights)
     }
     assert types == {"Q8_0" if bits == 8 else "Q4_1"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("bits", "rounds_inputs"), [(8, False), (8, True), (4, False)])
+def test_weights_that_are_not_finite_are_named_and_not_made_codes(bits: int, rounds_inputs: bool, value: float) -> None:
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight", "lm_head.weight"):
+        state = dict(state_of(reference("llama")))
+        state[name] = state[name].clone()
+        state[name][6, 3] = value
+        with pytest.raises(ModelError, match=f"{name} holds infinities or NaN, which cannot be quantised"):
+            program("llama", state, blocks=Blocks(bits, 32, rounds_inputs=rounds_inputs))
 
 
 def test_rows_that_no_group_divides_stay_floats_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ def quantised_as_loaded(weights: Weights, as_loaded: AsLoaded, spec: ArchSpec) -
         floats = weights.stored(name)
 
         def read(rows: slice | None = None) -> GroupedWeight:
-            return as_loaded.quantise(_checked(name, floats.numbers.part(rows, None)))
+            return as_loaded.quantise(finite(name, floats.numbers.part(rows, None)))
 
         def part(rows: slice | None, columns: slice | None) -> Tensor:
             values = read(rows).floats()
@@ -61,8 +61,8 @@ def _matrices(held: frozenset[str], as_loaded: AsLoaded, spec: ArchSpec) -> froz
     return own
 
 
-def _checked(name: str, floats: Tensor) -> Tensor:
-    """A weight to quantise, in float32."""
+def finite(name: str, floats: Tensor) -> Tensor:
+    """A weight to quantise, in float32. Raises ModelError if it holds infinities or NaN, which codes would hide."""
     if not floats.is_floating_point():
         raise ModelError(f"the weight {name} is stored as {floats.dtype}; a type of floats is expected")
     wide = floats.to(torch.float32)

@@ -139,13 +139,13 @@ struct RoundedIntegers : GroupedBase {
     RoundedRow row = {};
     row.step = 1.0f;
     if (!by_group) row = rounding(0, w.rounding == InputRounding::kStatic ? 0 : w.k);
-    std::memcpy(to, &row, sizeof(row));
     auto* codes = reinterpret_cast<Rounded*>(to + sizeof(row));
     auto* corrections = reinterpret_cast<int32_t*>(to + sizeof(row) + bytes_of_rounded(w.k));
     auto* steps = reinterpret_cast<float*>(corrections + w.k / kBlock);
     const int32_t each = w.zero_type == kNoZeros ? kMiddle : 1;
     typedef Rounded Small __attribute__((vector_size(sizeof(Rounded) * kLanes)));
     const Floats step = all_lanes(row.step);
+    Floats zeros = {};  // a finite value times 0 is 0, and any other one is NaN, which its code would hide
     for (int64_t group = 0; group < w.k / w.group; ++group) {
       Ints sum = {};
       steps[group] = by_group ? rounding(group * w.group, (group + 1) * w.group).step : 1.0f;
@@ -153,6 +153,7 @@ struct RoundedIntegers : GroupedBase {
       for (int64_t i = group * w.group; i < (group + 1) * w.group; i += kLanes) {
         // Divided, shifted, clamped and rounded, as `InputRounding.of` does.
         const Floats shifted = by_group ? value(i) * inverse : value(i) / step + row.zero;
+        zeros += value(i) * 0.0f;
         const Floats kept = larger(smaller(shifted, all_lanes(127.0f)), all_lanes(-128.0f));
         const Ints q = nearest_integers(kept);
         sum += q;
@@ -163,6 +164,8 @@ struct RoundedIntegers : GroupedBase {
       for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
       corrections[group] = each * total;
     }
+    row.step += sum_of_lanes(zeros);
+    std::memcpy(to, &row, sizeof(row));
   }
 
   // The zero points of kLanes rows of the group whose scales are at `meta`, for weights that have zero points.

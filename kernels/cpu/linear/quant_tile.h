@@ -37,16 +37,18 @@ inline Floats load_integers(const char* from) {
 }
 
 // Quantises 32 values of x. offset: the value subtracted from each code; two_scales: each half of a block has a scale.
+// If not all of them are finite, the step is NaN, so that products with the block are: codes would hide it.
 inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t at, DType dtype, int offset,
                                                           bool two_scales, QuantBlock* block) {
   constexpr int kParts = kBlock / kLanes;
-  Floats values[kParts], most = {};
+  Floats values[kParts], most = {}, zeros = {};  // a finite value times 0 is 0, and any other one is NaN
   for (int i = 0; i < kParts; ++i) {
     values[i] = load_vector(x, at + i * kLanes, dtype);
     most = larger(most, larger(values[i], -values[i]));
+    zeros += values[i] * 0.0f;
   }
   const float largest = largest_lane(most);
-  const float step = largest / (127.0f * 256.0f);
+  const float step = largest / (127.0f * 256.0f) + sum_of_lanes(zeros);
   // A subnormal step has no usable inverse; such a block becomes zero.
   const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
   typedef int8_t Small __attribute__((vector_size(kLanes)));
