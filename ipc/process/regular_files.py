@@ -52,9 +52,10 @@ def read_file(path: str | os.PathLike[str], most_bytes: int | None = None) -> by
         return file.read()
 
 
-def read_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> str:
-    """The text of `open_file`, with any kind of line break as a line feed. Raises UnicodeDecodeError."""
-    return read_file(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of `open_file` in UTF-8, with any kind of line break as a line feed, and without the mark that some
+    editors put before it. Raises UnicodeDecodeError."""
+    return read_file(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _is_own_pipe(path: str | os.PathLike[str]) -> bool:

@@ -154,7 +154,7 @@ def read_keys(path: Path) -> Keys:
     """Raises KeyFileError."""
     try:
         mode = path.stat().st_mode
-        keys = msgspec.convert(tomllib.loads(read_text(path, "utf-8-sig")), Keys)
+        keys = msgspec.convert(tomllib.loads(read_text(path)), Keys)
     except OSError as error:
         raise KeyFileError(f"the key file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -395,6 +396,24 @@ def test_a_sampling_default_that_cannot_be_used_is_refused_with_file_field_and_v
     assert open_folder(tmp_path, load_format="dummy", generation_config="vllm").generation_config == {}
     file.write_text(json.dumps({"top_k": -1}))
     assert open_folder(tmp_path, load_format="dummy").generation_config == {"top_k": -1}
+
+
+def test_files_as_editors_of_windows_save_them_say_what_they_said(tmp_path: Path) -> None:
+    path = tiny_models.save("llama", tmp_path, tokenizer=True)
+    (path / "generation_config.json").write_text('{\n"eos_token_id": [5, 7],\n"top_k": 3\n}\n')
+
+    def read() -> tuple[Any, ...]:
+        checkpoint = open_folder(path)
+        bundle = load_bundle(checkpoint, Options(model=str(path)))
+        assert bundle is not None
+        return checkpoint.config, checkpoint.eos_token_ids, checkpoint.generation_config, bundle
+
+    plain = read()
+    assert plain[1:3] == ((5, 7), {"top_k": 3})
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
+        text = (path / name).read_text(encoding="utf-8")
+        (path / name).write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read() == plain
 
 
 def test_overrides_replace_fields_and_reach_into_nested_configs(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ HARMLESS = (
     ("modelopt .*", "input_scale", ".*"),  # inputs stay in floats
     ("compressed W.A16.*", "weight_shape", ".*"),  # the codes and the config say it
     ("hqq .*", "nbits", ".*"),  # the config says it
-    ("bitsandbytes int8", "weight_format", ".*"),  # of a device's own layouts, which are never stored
+    ("bitsandbytes int8", "weight_format", "missing"),  # rows
+    ("bitsandbytes int8", "weight_format", "as int(16|32)"),
     ("gptq (?!.*desc_act).*", "g_idx", "missing"),  # inputs stand group by group
     ("quark int4", "weight_zero_point", "missing"),  # symmetric: the middle of the codes
     ("torchao int8", "_weight_zero_point", "missing"),  # symmetric: 0
@@ -92,6 +93,14 @@ def test_a_tensor_that_is_missing_or_of_another_shape_or_type_is_refused_by_name
             if found != declared and not is_among(AMBIGUOUS, *row):
                 wrong.append((part, change, found, f"{declared} is expected"))
     assert not wrong
+
+
+def test_int8_weights_in_a_gpus_own_order_are_refused(tmp_path: Path) -> None:
+    made.write(tmp_path, tiny_models.build("llama", num_hidden_layers=1), *made.bitsandbytes("int8"))
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{Q_PROJ}.weight_format": torch.tensor(2, dtype=torch.uint8)}, file)
+    with pytest.raises(ModelError, match=rf"{Q_PROJ} .* weight_format is one GPU's own order .* rows \(0\)"):
+        matrix(tmp_path)
 
 
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1 << 31, 1 << 62, 10**400, 1e300, True, "4", None, [], {})

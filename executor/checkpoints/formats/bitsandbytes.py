@@ -1,6 +1,7 @@
 """bitsandbytes: LLM.int8 (Dettmers et al. 2022), NF4 and FP4 (QLoRA, Dettmers et al. 2023), doubly quantised or not.
 
-int8     weight int8 [n, k], SCB float32 [n]: w = code * SCB / 127
+int8     weight int8 [n, k], SCB float32 [n]: w = code * SCB / 127; weight_format, 0 for rows: older versions saved what
+         a GPU had put into an order of its own
 4 bits   weight uint8 [n * k / 2, 1], two codes per byte, the first in the high half, or the same bytes viewed as floats
          (`bnb_4bit_quant_storage`); weight.absmax of each block of the flattened matrix; weight.quant_map, the values
          of the 16 codes; weight.quant_state.*, JSON as bytes
@@ -23,6 +24,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.formats import (
     BYTES,
     FLOATS,
+    WHOLE,
     AsLoaded,
     Config,
     Dtypes,
@@ -106,7 +108,8 @@ class BitsAndBytes(Format):
     def parts(self, module: str, held: Container[str]) -> Parts:
         has_4_bits = any(f"{module}.{name}" in held for name in self.marks[1:])
         if f"{module}.SCB" in held or (self.kind == "int8" and not has_4_bits):
-            return {"weight": f"{module}.weight", "SCB": f"{module}.SCB"}
+            found = {"weight": f"{module}.weight", "SCB": f"{module}.SCB", "order": f"{module}.weight_format"}
+            return {part: name for part, name in found.items() if part != "order" or name in held}
         states = [name for name in STATES.values() if f"{module}.{name}" in held]
         found = {"weight": "weight", "state": states[0] if states else STATES.get(self.kind, STATES["nf4"])} | OF_4_BITS
         if any(f"{module}.{name}" in held for name in NESTED.values()):
@@ -115,10 +118,11 @@ class BitsAndBytes(Format):
 
     def dtypes(self, module: str) -> Dtypes:
         floats = dict.fromkeys(("SCB", "quant_map", *NESTED), FLOATS)
-        return floats | {"weight": (torch.int8, torch.uint8, *FLOATS), "state": BYTES, "absmax": (*FLOATS, torch.uint8)}
-
-    def beside(self, module: str) -> tuple[str, ...]:
-        return ("weight_format",)
+        return (
+            floats
+            | {"weight": (torch.int8, torch.uint8, *FLOATS), "state": BYTES, "absmax": (*FLOATS, torch.uint8)}
+            | {"order": (*WHOLE, torch.uint8)}
+        )
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
         if "SCB" not in shapes:
@@ -138,6 +142,9 @@ class BitsAndBytes(Format):
             f"{module}.weight is stored as {weight.dtype}; {' or '.join(map(str, wanted))} is expected",
         )
         if of_rows:
+            order = tensors.get("order")
+            is_by_rows = order is None or not bool(order.any())
+            expect(is_by_rows, module, "its weight_format is one GPU's own order of the weights; rows (0) are expected")
             return integers_in_bytes(module, weight, tensors["SCB"].float() / 127, None)
         state = _state(module, tensors["state"])
         (n, k), size = state["shape"], state["blocksize"]

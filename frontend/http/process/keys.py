@@ -30,7 +30,7 @@ def _read(name: str, given: Sequence[Secret], file: str | None, variables: Seque
     keys = [secret_text(key.value) for key in given]
     if file is not None:
         try:
-            lines = read_text(file, "utf-8-sig").splitlines()
+            lines = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"{name}_file={file} cannot be read: {error}") from None
         in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
