@@ -46,6 +46,10 @@ _NUL_WITHOUT_QUOTE = re.compile(r"\\p\{?(?i:C|Cc|Other|Control|cntrl)\}?|\\P\{?(
 """Classes of characters that contain NUL, but not the quote."""
 _FROM_NUL = re.compile(r"(?:\\x00|\\u0000|\\u\{0+\}|\\U0{8}|\x00)(?=-[^\]])(?!-(?:\\x00|\\u0000|\x00))")
 """NUL at the start of a range of a set."""
+_OF_BOTH: Mapping[str, str] = MappingProxyType(
+    {"w": r"0-9A-Za-z_\p{L}\p{N}", "d": r"0-9\p{Nd}", "s": r"\s\x1c-\x1f\x85\ufeff\p{Z}"}
+)
+"""In a set: the characters of a class in ASCII and in Unicode."""
 _FLAGS = frozenset("ims-")
 _REPEATS = ("*", "+", "?", "{")
 _OPERATIONS = ("&&", "--", "~~")
@@ -99,11 +103,13 @@ def in_common_words(pattern: str) -> str:
 def in_json(pattern: str) -> str:
     r"""Like `in_common_words`, for an expression of a JSON string.
 
-    llguidance treats a set that contains NUL as if it also contained the quote: [^"] would allow \". So NUL is removed
-    from sets that contain it but not the quote. Raises ValueError.
+    Classes of JSON Schema's expressions are of ASCII, those of validators in Python of Unicode: what \W and [^\w] leave
+    out is left out in both. llguidance treats a set that contains NUL as if it also contained the quote: [^"] would
+    allow \". So NUL is removed from sets that contain it but not the quote. Raises ValueError.
     """
     parts = parts_of(pattern)
     for part in parts:
+        _leave_out_all_of_class(part)
         _leave_out_nul(part)
     return written(parts)
 
@@ -174,6 +180,19 @@ def _has_alternatives(pattern: str) -> bool:
         else:
             at += 2 if pattern[at] == "\\" else 1
     return False
+
+
+def _leave_out_all_of_class(part: ExpressionPart) -> None:
+    is_set = part.text.startswith("[")
+
+    def wide(found: re.Match[str]) -> str:
+        own = _OF_BOTH.get(found[0][1].lower(), "") if found[0].startswith("\\") else ""
+        if not own or found[0][1].isupper() == part.is_negated:
+            return found[0]
+        return own if part.is_negated else f"[^{own}]"
+
+    if is_set or part.classes & {"W", "D", "S"}:
+        part.text = re.sub(r"\\.", wide, part.text, flags=re.DOTALL)
 
 
 def _leave_out_nul(part: ExpressionPart) -> None:

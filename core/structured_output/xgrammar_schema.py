@@ -13,12 +13,14 @@ Rewritten schemas never allow more than the original:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
-from headrace.core.structured_output.expressions import parts_of, written
+from headrace.core.structured_output.expressions import ExpressionPart, parts_of, written
 
 FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -166,14 +168,25 @@ def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     return found
 
 
+_BEYOND = re.compile(r"\\U[0-9a-fA-F]{8}|\\?[^\x00-\x7f]|\\.", re.DOTALL)
+"""Characters beyond ASCII, perhaps escaped; and other escapes, which begin no such one."""
+
+
+def _in_ascii(found: re.Match[str]) -> str:
+    """Beside a character beyond ASCII, the library lets through what JSON escapes; and it has no \\U."""
+    text = found[0]
+    if text.startswith("\\U"):
+        return f"\\u{{{int(text[2:], 16):x}}}"
+    return text if text[-1].isascii() else f"\\u{{{ord(text[-1]):x}}}"
+
+
 def followed_expression(pattern: str) -> str:
     """An expression in syntax that the library reads as `re` does. Raises ValueError if it cannot express it."""
     parts = parts_of(pattern)
     for part in parts:
         if part.classes & _BEYOND_ASCII or (part.is_negated and part.classes):
             raise ValueError(f"it does not follow {part.text}, of which more than ASCII is left out")
-        if part.text == ".":
-            part.text = r"[^\n]"
+        part.text = r"[^\n]" if part.text == "." else _BEYOND.sub(_in_ascii, part.text)
     return written(parts)
 
 
@@ -183,10 +196,65 @@ def _followed_pattern(pattern: str, pointer: str) -> str:
         pattern = followed_expression(pattern)
     except ValueError as error:
         raise ValueError(f"{error} (at {pointer}/pattern)") from None
-    for part in parts_of(pattern):
+    parts = parts_of(pattern)
+    _keep_repeats_exact(parts, f"{pointer}/pattern")
+    for part in parts:
         if not part.is_negated and any(low <= each <= high for low, high in part.ranges for each in _ESCAPED):
             raise ValueError(f"it does not follow {part.text}, as JSON escapes some of that (at {pointer}/pattern)")
-    return pattern
+    return written(parts)
+
+
+@dataclass
+class _Group:
+    """What a group of an expression has in it, at any depth."""
+
+    begin: ExpressionPart | None = None
+    has_loops: bool = False
+    """Whether something may be repeated without end."""
+    has_counts: bool = False
+    """Whether something may be repeated in several numbers of times."""
+    has_options: bool = False
+    """Whether an optional group in it has repeats."""
+    has_alternatives: bool = False
+    """Whether it is of several itself."""
+
+
+def _keep_repeats_exact(parts: list[ExpressionPart], where: str) -> None:
+    """Rewrites what the library's automaton lets more through than: it enters an optional group past its beginning if
+    something is repeated there (`1(-2+)?` allows 12), but no group with an empty alternative. Raises ValueError, with
+    the place, for alternatives with counted repeats, which it joins (`a{1,2}|a` allows aaa)."""
+    groups = [_Group()]
+    ends = ExpressionPart("", 0)
+    for part, following, lazy in zip(parts, [*parts[1:], ends], [*parts[2:], ends, ends], strict=False):
+        if part.text.startswith("(") and not (part.text.startswith("(?") and part.text.endswith(")")):
+            groups.append(_Group(part))
+        elif part.text == "|":
+            groups[-1].has_alternatives = True
+        elif part.text == ")" and len(groups) > 1:
+            group = groups.pop()
+            _check_alternatives(group, where)
+            is_optional = following.text.startswith("{0") and (group.has_loops or group.has_counts)
+            if is_optional or (following.text.startswith("{") and group.has_options):
+                raise ValueError(
+                    f"it does not follow {following.text} behind a group with repeats exactly (at {where})"
+                )
+            if following.text == "?" and (group.has_loops or group.has_counts):
+                assert group.begin is not None, "it is not the whole"
+                group.begin.text, following.text = f"(?:{group.begin.text}", "|)"
+                lazy.text = "" if lazy.text == "?" else lazy.text
+                groups[-1].has_options = True
+            groups[-1].has_options |= group.has_options
+            groups[-1].has_loops |= group.has_loops
+            groups[-1].has_counts |= group.has_counts
+        elif part.is_repeat:
+            groups[-1].has_loops |= part.text.startswith(("*", "+")) or part.text.endswith(",}")
+            groups[-1].has_counts |= "," in part.text
+    _check_alternatives(groups[0], where)
+
+
+def _check_alternatives(group: _Group, where: str) -> None:
+    if group.has_alternatives and group.has_counts:
+        raise ValueError(f"it does not follow alternatives with counted repeats exactly (at {where})")
 
 
 def _count_by_pattern(schema: dict[str, Any], pointer: str) -> None:

@@ -4,6 +4,7 @@ cannot follow is refused. Judged by jsonschema and by JSON Schema's own suite.""
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import random
 import re
@@ -249,6 +250,68 @@ def test_classes_of_characters_are_no_wider_than_pythons(name: str, pattern: str
         assert re.fullmatch(pattern, text), text
         if pattern in CLASSES:
             assert text.isascii()
+
+
+def of_pattern(name: str, pattern: str) -> Any:
+    return compiled(name, "json", json.dumps({"type": "string", "pattern": pattern}))
+
+
+@pytest.mark.parametrize("pattern", ["é.", "^.é$", "[^é]", "^[^é]{2}$", "[a-é].", "😀\\s", r"\U0001f600.", "é*."])
+@each_backend
+def test_a_character_beyond_ascii_lets_through_nothing_that_json_escapes(name: str, pattern: str) -> None:
+    start, numbers = of_pattern(name, pattern), random.Random(2)
+    for raw in ('"', "\n", "\\", "\x00", "\r"):
+        for text in (f"é{raw}", f"{raw}é", raw, f"a{raw}", f"😀{raw}"):
+            assert not takes(start, f'"{text}"'), text
+    for _ in range(20):
+        text, is_whole = walk(name, start.copy(), numbers, 60)
+        assert not is_whole or re.search(pattern, json.loads(text)), text
+
+
+OUTSIDE = {
+    r"^\W$": "-\xe9\u07f5\uff11_a",
+    r"^\D$": "a\xe9\uff11\u06631",
+    r"^\S$": "a\xe9\xa0\u2028\ufeff",
+    r"^[^\w]$": "-\xe9a",
+    r"^[^\d\s]$": "a\u0663 ",
+    r"^[\Wa]$": "a-\xe9b",
+    r"^[^\W]$": "a\xe9-",
+}
+
+
+@pytest.mark.parametrize("pattern", OUTSIDE)
+def test_what_a_class_leaves_out_is_left_out_in_ascii_and_in_unicode(pattern: str) -> None:
+    start = of_pattern("llguidance", pattern)
+    taken = {each for each in OUTSIDE[pattern] if takes(start, json.dumps(each, ensure_ascii=False))}
+    in_both = {each for each in OUTSIDE[pattern] if re.search(pattern, each) and re.search(pattern, each, re.ASCII)}
+    assert taken <= in_both
+    assert taken >= {each for each in in_both if each.isascii()}
+    assert taken
+
+
+SHORT = ["".join(each) for length in range(6) for each in itertools.product("a1-", repeat=length)]
+WRONG_REPEATS = (r"(?:a1*){0,1}-", r"(?:(?:(?:a){2,})?){2,}", r"(?:a{1,2}|a)", r"a{1,2}|a|-")
+RIGHT_REPEATS: tuple[str, ...] = (
+    r"1{3}(?:-1{2})?",
+    r"a+(?:-a+)*",
+    r"(?:a|1)?-{1,2}",
+    r"(?:a{2}|1)-",
+    r"a?(?:1|-)+?",
+    r"\(?a{1,3}\)?",
+)
+RIGHT_REPEATS += (r"a(?:-1+)?", r"(?:a{2,3})?1", r"(?:a*1)?-", r"((a+)-)??1", r"1(?:-1{1,2}(?:a+)?)?")
+
+
+@pytest.mark.parametrize("pattern", [*WRONG_REPEATS, *RIGHT_REPEATS])
+@each_backend
+def test_repeats_of_a_pattern_are_exact_or_refused(name: str, pattern: str) -> None:
+    whole = f"^(?:{pattern})$" if "|" in pattern else f"^{pattern}$"
+    if name == "xgrammar" and pattern in WRONG_REPEATS:
+        with pytest.raises(InvalidRequestError, match=r"it does not follow .* (with|counted) repeats exactly"):
+            of_pattern(name, whole)
+        return
+    start = of_pattern(name, whole)
+    assert [each for each in SHORT if takes(start, f'"{each}"') != bool(re.fullmatch(whole, each))] == []
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
