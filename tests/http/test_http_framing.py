@@ -123,6 +123,24 @@ def test_a_request_that_breaks_off_is_refused_with_a_reason(server: Server, clie
     wait_until(lambda: in_flight(client) == 1, 30, "its handler's end")
 
 
+@pytest.mark.parametrize("size", [70_000, 300_000, 3_000_000])
+@pytest.mark.parametrize("where", ["address", "header", "many headers", "nonsense"])
+def test_an_answer_reaches_a_client_that_sends_more_than_is_read(server: Server, size: int, where: str) -> None:
+    """A connection that is closed with unread data is reset, and the answer lost."""
+    head, status = {
+        "address": (b"GET /health?%b HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * size), 431),
+        "header": (HEALTH[:-2] + b"x: %b\r\n\r\n" % (b"a" * size), 431),
+        "many headers": (HEALTH[:-2] + b"x: y\r\n" * (size // 6) + b"\r\n", 431),
+        "nonsense": (b"\x16\x03\x01" + b"\0" * size, 400),
+    }[where]
+    with connection(server) as sock:
+        sock.sendall(head)
+        answers = b""
+        while part := sock.recv(65536):
+            answers += part
+    assert statuses(answers) == [status], answers
+
+
 def test_a_client_that_leaves_between_requests_or_before_one_is_told_nothing(server: Server) -> None:
     for before, expected in ((b"", []), (HEALTH, [200]), (whole(BODY), [200])):
         with connection(server) as sock:

@@ -23,6 +23,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import httptools
@@ -40,8 +41,12 @@ MAX_HEADER_BYTES = 64 << 10
 _TOO_LARGE = f"the {{what}} are larger than {MAX_HEADER_BYTES} bytes"
 MAX_PIPELINED = 16
 """Most pipelined requests of one connection that may wait while an earlier one is answered."""
+DISCARD_S = 5.0
+"""How long what a client sends after a refusal is read and discarded: closing at once would reset the connection, and
+the client would lose the answer."""
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.02, 5.0
 """Time between two writes to a client that has closed its sending side; doubled each time."""
+_NO_MORE_TIME = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE)
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -108,6 +113,7 @@ class Connection(HttpToolsProtocol):
         self._ahead = bytearray()  # received while a request was being answered
         self._header_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+        self._discard_timer: asyncio.TimerHandle | None = None  # set once a refusal has been written
         self._answering: RequestResponseCycle | None = None
         """The request whose handler began last; `cycle` is the one that was parsed last, which may be a later one."""
         self._is_last_closing = False
@@ -126,6 +132,8 @@ class Connection(HttpToolsProtocol):
             self._reader_timer.cancel()
         if self._probe_timer is not None:
             self._probe_timer.cancel()
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
         self._ahead.clear()
         self.on_writable = self.on_half_closed = None
         if self._answering is not None:
@@ -137,6 +145,8 @@ class Connection(HttpToolsProtocol):
     @property
     def has_request(self) -> bool:
         """Whether a request is arriving, waiting or being answered."""
+        if self._discard_timer is not None:
+            return False
         is_in_headers = self._header_timer is not None and self._num_unframed_bytes > 0
         return is_in_headers or bool(self._ahead) or (self.cycle is not None and not self.cycle.response_complete)
 
@@ -154,6 +164,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has closed its sending side. If its request is incomplete, it can still read the error, and if it
         is complete, the response. Returns whether the connection stays open."""
+        if self._discard_timer is not None:
+            return False  # it has sent all that had to be discarded
         is_in_headers = self._header_timer is not None and self._num_unframed_bytes > 0
         if is_in_headers or self._is_in_body:
             self._refuse(ApiError(400, "the connection was closed before the request was complete"))
@@ -406,7 +418,14 @@ class Connection(HttpToolsProtocol):
         body = refusal.json()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)
-        self.transport.close()
+        # A client that was too slow, or one connection too many, gets no more time. TLS cannot close one side alone.
+        if refusal.status in _NO_MORE_TIME or self._has_eof or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._ahead.clear()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
 
 
 class _WithoutChunks:

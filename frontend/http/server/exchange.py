@@ -24,7 +24,7 @@ import msgspec
 
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
-from headrace.frontend.http.server.connection import EXTENSION, Arrival
+from headrace.frontend.http.server.connection import DISCARD_S, EXTENSION, Arrival
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.text.template_renderer import without_blocking
 from headrace.frontend.tracing.tracer import tokenizing
@@ -191,8 +191,6 @@ _CHARSETS = frozenset({*_UNICODE, "iso8859-1", "iso8859-15", "cp1252"})
 _CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
 _JSON_TYPE = re.compile(r"\s*(application/([\w!#$&^.+-]+\+)?json|text/json)\s*(;.*)?", re.IGNORECASE | re.ASCII)
 """JSON by its media type (RFC 6839, 3.1): application/json, application/*+json, and text/json of old clients."""
-DISCARD_S = 5.0
-"""How long the rest of a refused body is read and discarded, so that its sender reads the error first."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
