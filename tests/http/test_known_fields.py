@@ -74,6 +74,10 @@ OF_SERVERS = (
     *("guided_regex", "structured_outputs", "lora", "lora_adapter", "banned_tokens", "banned_strings"),
     *("custom_token_bans", "bad_words_ids", "suppress_tokens", "guidance_scale", "negative_prompt", "num_beams"),
     *("no_repeat_ngram_size", "force_words_ids", "forced_eos_token_id", "prompt_token_ids", "token_ids", "video"),
+    *("grammar_string", "tfs", "tfs_z", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "penalty_alpha", "skew"),
+    *("encoder_repetition_penalty", "dynamic_temperature", "dynatemp_min", "dynatemp_max", "min_temp", "max_temp"),
+    *("adaptive_target", "bypass_eos", "add_bos_token", "auto_max_new_tokens", "context_overflow_policy", "memory"),
+    *("max_length", "min_length", "sampler_seed", "tokens_to_generate", "use_default_badwordsids"),
     *("cfg_scale", "ban_eos_token", "character", "instruction_template", "instruction_template_str", "text_format"),
 )
 """Fields of other servers' APIs and of vLLM's, as their documentation has them."""
@@ -462,3 +466,69 @@ def test_an_unknown_field_inside_another_is_refused_by_name(server, path, extra,
         answer = client.post(path, json={**body, **extra})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+# What SillyTavern sends to text-generation-webui with every sampler off.
+SAMPLERS_THAT_ARE_OFF: dict[str, Any] = {
+    **{"typical_p": 1, "typical": 1, "sampler_seed": 7, "seed": 7, "min_p": 0, "repetition_penalty": 1, "top_k": 0},
+    **{"skew": 0, "length_penalty": 1, "early_stopping": False, "add_bos_token": True, "smoothing_factor": 0},
+    **{"smoothing_curve": 1, "max_tokens_second": 0, "sampler_priority": ["top_k", "temperature"], "top_a": 0},
+    **{"truncation_length": 8192, "ban_eos_token": False, "skip_special_tokens": True, "tfs": 1, "tfs_z": 1},
+    **{"epsilon_cutoff": 0, "eta_cutoff": 0, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1},
+    **{"custom_token_bans": "", "banned_strings": [], "sampler_order": [6, 0], "xtc_threshold": 0.1},
+    **{"xtc_probability": 0, "nsigma": 0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9},
+    **{"rep_pen": 1, "rep_pen_range": 0, "repetition_penalty_range": 0, "encoder_repetition_penalty": 1},
+    **{"no_repeat_ngram_size": 0, "penalty_alpha": 0, "num_beams": 1, "do_sample": True, "guidance_scale": 1},
+    **{"negative_prompt": "", "grammar_string": "", "dynamic_temperature": False, "dynatemp_low": 1},
+    **{"dynatemp_high": 1, "dynatemp_range": 0, "dynatemp_exponent": 1, "dynatemp_min": 0, "dynatemp_max": 0},
+    **{"temperature_last": True, "repeat_penalty": 1, "mirostat": 0, "num_ctx": 8192, "min_length": 0},
+}
+
+
+def test_a_client_that_sends_every_sampler_switched_off_is_answered(server):
+    with server.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = next(body for each, body in ROUTES.values() if each == path)
+            answer = client.post(path, json={**body, **SAMPLERS_THAT_ARE_OFF})
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tfs", 0.9), ("tfs_z", 0.9), ("top_a", 0.2), ("epsilon_cutoff", 3), ("eta_cutoff", 3), ("penalty_alpha", 0.6),
+        ("smoothing_factor", 0.5), ("dynamic_temperature", True), ("dynatemp_range", 0.5), ("max_temp", 2),
+        ("adaptive_target", 0.5), ("encoder_repetition_penalty", 1.2),
+    ],
+)  # fmt: skip
+def test_a_sampler_that_is_not_here_is_refused_when_it_is_switched_on(server, name, value):
+    with server.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = next(body for each, body in ROUTES.values() if each == path)
+            answer = client.post(path, json={**body, name: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            assert "there is no such sampler here" in answer.json()["error"]["message"]
+
+
+def test_a_grammar_of_text_generation_webui_is_followed(server):
+    with server.client() as client:
+        body = {"prompt": "hello there", "max_tokens": 5, "grammar_string": 'root ::= "a"'}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("field", "is_refused"),
+    [
+        ({"images": ["iVBO"]}, True), ({"images": []}, False), ({"attachments": [{"type": "image"}]}, True),
+        ({"prefix": True}, True), ({"prefix": False}, False), ({"partial": True}, True), ({"content": None}, False),
+        ({"parts": [{"type": "text", "text": "hello"}]}, False), ({"text": "hello"}, False),
+        ({"content": None, "text": "hello"}, True), ({"content": None, "parts": [{"text": "hello"}]}, True),
+        ({"createdAt": "now", "weight": 1}, False),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_message_that_would_choose_what_is_read_is_refused_by_name(server, field, is_refused):
+    with server.client() as client:
+        messages = [{**HI[0], **field}]
+        answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == (400 if is_refused else 200), answer.text
+    assert not is_refused or f"messages[0].{list(field)[-1]}" in answer.json()["error"]["message"]

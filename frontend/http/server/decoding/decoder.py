@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral, SameAs
+from headrace.frontend.http.server.decoding.foreign_fields import ANY, CONTENTS, OF_MESSAGES, Neutral, SameAs
 from headrace.frontend.http.server.decoding.large_lists import decode_json
 from headrace.frontend.http.server.errors import LONGEST_PARAM, ApiError, bad_field, renamed, shortened
 from headrace.ipc.failure import InvalidRequestError
@@ -106,7 +106,7 @@ class RequestDecoder:
                     ours = getattr(kind, "own_names", {}).get(general, general)
                     self._take_as(fields, kind, name, ours, each)
                     taken_as[ours] = name
-            elif any(each is ANY or _same(value, each) for each in other.values):
+            elif _is_nothing(value, other):
                 continue
             elif not other.is_harmless or self._strict:
                 raise bad_field(name, f"{name} is refused: {other.reason}", other.code)
@@ -134,6 +134,10 @@ class RequestDecoder:
                 if name in known:
                     if self._strict and name in unread and message[name] is not None:
                         raise _unknown(name, (), where)
+                elif (other := OF_MESSAGES.get(name)) is not None and not (
+                    _is_nothing(message[name], other) or (name in CONTENTS and message.get("content") is not None)
+                ):
+                    raise bad_field(f"{where}.{name}", f"{where}.{name} is refused: {other.reason}", other.code)
                 elif name not in unknown:
                     unknown.add(name)
                     if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
@@ -215,6 +219,11 @@ def _each_message(messages: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]
             yield from ((f"messages[{index}][{at}]", one) for at, one in inner if isinstance(one, dict))
         elif isinstance(each, dict):
             yield f"messages[{index}]", each
+
+
+def _is_nothing(value: Any, other: Neutral) -> bool:
+    """Whether a field that is accepted at values without effect has one of them."""
+    return value is None or any(each is ANY or _same(value, each) for each in other.values)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -1,11 +1,12 @@
 """Fields of other servers' APIs that clients send here too, and what each means here.
 
-A field that has an equivalent is taken as that one (`SameAs`). One that no answer depends on, or that only tunes what
-this server does in its own way, is accepted with a line in the log. One that would choose or constrain the answer, and
-has no equivalent, is refused by name (`Neutral`).
+A field that has an equivalent is taken as that one (`SameAs`). One that no answer depends on, or that only says how
+something is done in detail that this server does in its own way (the order of samplers, the range of a penalty), is
+accepted with a line in the log. One that would choose or constrain the answer, or switch on a sampler that is not here,
+is refused by name, except at the value that asks for nothing (`Neutral`).
 
-The names come from llama.cpp, TGI, SGLang, Ollama, OpenRouter, LiteLLM, Anthropic, Gemini, Mistral, DeepSeek and
-DashScope.
+The names come from llama.cpp, TGI, SGLang, Ollama, LM Studio, text-generation-webui, TabbyAPI, KoboldCpp, OpenRouter,
+LiteLLM, Anthropic, Gemini, Mistral, DeepSeek and DashScope.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ def _grammar(value: Any, body: Fields) -> Fields:
     if kinds[value["type"]] == "json":
         return _schema(value["value"], body)
     return {"structured_outputs": {"regex": value["value"]}}
+
+
+def _grammar_text(value: Any, body: Fields) -> Fields:
+    if not isinstance(value, str):
+        raise bad_field("grammar_string", "grammar_string must be a text in GBNF")
+    return _grammar(value, body)
 
 
 def _format(value: Any, body: Fields) -> Fields:
@@ -181,7 +188,10 @@ def _usage(value: Any, body: Fields) -> Fields:
     return {"stream_options": {"include_usage": True}}
 
 
-_LIMITS = ("n_predict", "max_new_tokens", "num_predict", "maxOutputTokens", "max_tokens_to_sample", "maxTokens")
+_LIMITS = (
+    *("n_predict", "max_new_tokens", "num_predict", "maxOutputTokens", "max_tokens_to_sample", "maxTokens"),
+    "tokens_to_generate",
+)
 _SAME: Mapping[str, str] = types.MappingProxyType(
     {
         **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), "max_tokens"),
@@ -193,7 +203,7 @@ _SAME: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("typ_p", "typical"), "typical_p"),
         **{"mirostat_mode": "mirostat", "mirostat_target": "mirostat_tau", "mirostat_lr": "mirostat_eta"},
         **{"dry_penalty_range": "dry_penalty_last_n", "nsigma": "top_n_sigma", "top_nsigma": "top_n_sigma"},
-        **dict.fromkeys(("random_seed", "sampling_seed"), "seed"),
+        **dict.fromkeys(("random_seed", "sampling_seed", "sampler_seed"), "seed"),
         **dict.fromkeys(("n_cmpl", "candidateCount", "num_return_sequences"), "n"),
         **dict.fromkeys(("thinking_budget_tokens", "reasoning_budget", "thinkingBudget"), "thinking_budget"),
         "truncate": "truncate_prompt_tokens",
@@ -219,7 +229,7 @@ _TUNING: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
         # of llama.cpp
         **dict.fromkeys(("id_slot", "slot_id"), (-1,)),
         **{"n_keep": (0,), "n_discard": (0,), "n_indent": (0,), "t_max_predict_ms": (0,), "t_max_prompt_ms": (0,)},
-        **{"samplers": (), "min_keep": (0,), "dynatemp_range": (0,), "dynatemp_exponent": (1,), "tfs_z": (1,)},
+        **{"samplers": (), "min_keep": (0,), "dynatemp_exponent": (1,)},
         **{
             "penalize_nl": (False,),
             "repeat_last_n": (-1,),
@@ -228,16 +238,19 @@ _TUNING: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
         },
         **{"reasoning_format": ("auto", "none"), "return_progress": (False,), "post_sampling_probs": (False,)},
         **{"response_fields": ([],), "parse_tool_calls": (True,), "chat_format": (), "reasoning_in_content": (False,)},
-        **{"adaptive_target": (-1,), "adaptive_decay": ()},
+        **{"adaptive_decay": (), "speculative.n_max": (), "speculative.n_min": (), "speculative.p_min": ()},
         # of Ollama
         **{"keep_alive": (), "template": ("",), "num_ctx": (), "num_gpu": (), "num_thread": (), "num_batch": ()},
         **{"num_keep": (0,), "shift": (), "low_vram": (False,), "use_mmap": (), "use_mlock": (False,)},
         # of TGI and SGLang
         **{"details": (), "stream_reasoning": (True,), "separate_reasoning": (True,), "log_metrics": ()},
-        **{"return_cached_tokens_details": (False,), "priority_level": (), "top_a": (0,)},
-        # of TabbyAPI and text-generation-webui
-        **{"temperature_last": (False,), "min_temp": (), "max_temp": (), "truncation_length": (), "mode": ()},
+        **{"return_cached_tokens_details": (False,), "priority_level": (), "return_meta_info": (False,)},
+        # of TabbyAPI, text-generation-webui, KoboldCpp and LM Studio
+        **{"temperature_last": (False,), "truncation_length": (), "mode": (), "sampler_priority": ()},
         **{"repetition_decay": (0,), "repetition_penalty_range": (-1,), "penalty_range": (-1,), "pad_token_id": ()},
+        **{"dynatemp_low": (1,), "dynatemp_high": (1,), "smoothing_curve": (1,), "max_tokens_second": (0,)},
+        **{"prompt_lookup_num_tokens": (0,), "static_cache": (False,), "rep_pen_range": (), "rep_pen_slope": ()},
+        **{"sampler_order": (), "max_context_length": (), "trim_stop": (), "draft_model": ("",), "ttl": ()},
         # of Mistral, DashScope and Gemini
         **{"prompt_mode": (), "incremental_output": (), "result_format": ("message",), "safety_settings": ()},
         **{"safetySettings": (), "labels": ()},
@@ -265,6 +278,19 @@ _ROUTING = (
     *("anthropic_version", "anthropic_beta", "betas"),
 )
 """Fields by which a client or a proxy chooses among servers, or describes itself."""
+_NO_SAMPLER = (
+    "there is no such sampler here; there are temperature, top_k, top_p, min_p, typical_p, top_n_sigma, mirostat, xtc, "
+    "dry and the penalties"
+)
+_SAMPLERS: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
+    {
+        **{"tfs_z": (1,), "tfs": (1,), "top_a": (0,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "skew": (0,)},
+        **{"smoothing_factor": (0,), "penalty_alpha": (0,), "encoder_repetition_penalty": (1,)},
+        **{"dynamic_temperature": (False,), "dynatemp_range": (0,), "dynatemp_min": (0,), "dynatemp_max": (0,)},
+        **{"min_temp": (0, 1), "max_temp": (0, 1), "adaptive_target": (-1, -0.01)},
+    }
+)
+"""Samplers that this server lacks, and the values at which they are off."""
 _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
     {
         **dict.fromkeys(("adapter_id", "adapter_source", "adapter", "adapters", "adapter_name"), (_ADAPTER, ("", []))),
@@ -307,6 +333,20 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         **dict.fromkeys(("guidance_scale", "cfg_scale"), ("answers are not steered by a second prompt", (0, 1))),
         "negative_prompt": ("answers are not steered by a second prompt", ("",)),
         "ban_eos_token": ("use ignore_eos", (False,)),
+        **dict.fromkeys(("bypass_eos", "use_default_badwordsids"), ("use ignore_eos", (False,))),
+        "add_bos_token": ("use add_special_tokens", (True,)),
+        "auto_max_new_tokens": ("an answer is as long as fits if max_tokens is left out in a chat", (False,)),
+        "context_overflow_policy": (
+            "a prompt that is too long is an error; use truncate_prompt_tokens",
+            ("stopAtLimit",),
+        ),
+        "contextOverflowPolicy": (
+            "a prompt that is too long is an error; use truncate_prompt_tokens",
+            ("stopAtLimit",),
+        ),
+        "max_length": ("servers count the prompt's tokens or not; use max_tokens", ()),
+        "min_length": ("servers count the prompt's tokens or not; use min_tokens", (0,)),
+        "memory": ("give the text as a part of the prompt", ("",)),
         "character": ("give a message of the role system", ("",)),
         **dict.fromkeys(("instruction_template", "instruction_template_str"), ("use chat_template", ("",))),
         "text_format": ("an argument of OpenAI's Python client; it sends the schema in text.format", ()),
@@ -344,6 +384,7 @@ FOREIGN: Mapping[str, Neutral | SameAs] = types.MappingProxyType(
         "responseMimeType": SameAs("structured_outputs", _mime_type),
         "format": SameAs("structured_outputs", _format),
         "grammar": SameAs("structured_outputs", _grammar),
+        "grammar_string": SameAs("structured_outputs", _grammar_text),
         "ebnf": SameAs("structured_outputs", _structured("grammar")),
         "regex": SameAs("structured_outputs", _structured("regex")),
         "do_sample": SameAs("temperature", _greedy),
@@ -358,6 +399,18 @@ FOREIGN: Mapping[str, Neutral | SameAs] = types.MappingProxyType(
         "usage": SameAs("stream_options", _usage),
         **{name: Neutral(_OWN_WAY, values, is_harmless=True, is_noted=True) for name, values in _TUNING.items()},
         **dict.fromkeys(_ROUTING, Neutral(_ROUTED, is_harmless=True, is_noted=True)),
+        **{name: Neutral(_NO_SAMPLER, values) for name, values in _SAMPLERS.items()},
         **{name: Neutral(reason, values) for name, (reason, values) in _CHOOSING.items()},
     }
 )
+CONTENTS = ("text", "value", "parts")
+"""Names that content has elsewhere; clients also send them beside content."""
+OF_MESSAGES: Mapping[str, Neutral] = types.MappingProxyType(
+    {
+        **dict.fromkeys(("images", "image", "image_url", "image_urls", "videos", "video"), Neutral(_TEXT, ("", []))),
+        **dict.fromkeys(("attachments", "experimental_attachments", "files", "file_ids"), Neutral(_TEXT, ("", []))),
+        **dict.fromkeys(("prefix", "partial"), Neutral("a message is continued with continue_final_message", (False,))),
+        **dict.fromkeys(CONTENTS, Neutral("what a message says is its content", ("", []))),
+    }
+)
+"""Fields of messages that would choose what the model reads, or how it goes on."""
