@@ -99,7 +99,7 @@ class AnswerReader:
         if isinstance(stop := output.stop_reason, str) and not output.text.endswith(stop):
             text = text[: text.rfind(stop)]
         reader = self._make_reader()
-        return message_of([*reader.feed(text), *reader.finish()])
+        return message_of([*reader.feed(text), *reader.finish(output.finish_reason, stop)])
 
 
 @functools.cache

@@ -48,6 +48,45 @@ def deepseeks(arguments: str) -> str:
 
 PYTHON = "get_weather(city='Zürich', days=3)"
 GOOD = kimis("functions.get_weather:1", '{"city": "Zürich", "days": 3}')
+SINGLE_QUOTES = "{'name': 'get_weather', 'arguments': {'city': 'Zürich', 'days': 3}}"
+ALMOST_JSON: list[tuple[str, dict[str, Any]]] = [
+    ('{"city": "Zürich", "days": 3,}', PLAIN[1]),
+    ('{"city": "Zürich", "days": 3, \n}', PLAIN[1]),
+    ('{"note": [1, 2,], "count": {"a": 1,},}', {"note": [1, 2], "count": {"a": 1}}),
+    ('{"note": ",}", "count": ",]"}', {"note": ",}", "count": ",]"}),
+    ("{'city': 'Zürich', 'days': 3}", PLAIN[1]),
+    ("""{'note': 'say "it\\'s" and it's', 'count': ''}""", {"note": "say \"it's\" and it's", "count": ""}),
+    ("""{"note": "it's, 'so'"}""", {"note": "it's, 'so'"}),
+    ('{"note": True, "count": [None, False, true, null]}', {"note": True, "count": [None, False, True, None]}),
+    ('{"note": "True, None,}"}', {"note": "True, None,}"}),
+    ('{"note": "a\nb\tc\\nd"}', {"note": "a\nb\tc\nd"}),
+    (r"""{"note": "\d+\. C:\dir \u00e9 \ud83d\ude00 \uXY \' \\ \/"}""", {"note": "\\d+\\. C:\\dir é 😀 \\uXY ' \\ /"}),
+    ('{"note": -1.5e3, "count": {"a": [[], {}]}}', {"note": -1500, "count": {"a": [[], {}]}}),
+]
+"""Arguments with what models write by mistake, and what they mean."""
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>"
+)
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich</parameter>\n<parameter=days>3</parameter>\n"
+    "</function>\n</seed:tool_call>"
+)
+UNMARKED = (
+    ("glm45", GLM, "</arg_value>"), ("glm45", GLM.replace("\n", ""), "</arg_value>"),
+    ("minimax_m2", MINIMAX([PLAIN]), "</parameter>"),
+    ("minimax_m2", MINIMAX([PLAIN]).replace("\n", ""), "</parameter>"), ("seed_oss", SEED, "</parameter>"),
+)  # fmt: skip
+"""Calls, and the ends of their values."""
+FENCED = (
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", 1),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", 2),
+    ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n</tool_call>", 1), ("glm45", GLM, 1), ("minimax_m2", MINIMAX([PLAIN]), 1),
+    ("seed_oss", SEED, 1), ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(PLAIN[1])}", 1),
+    ("granite", f"<|tool_call|>[{CALL}]", 1), ("jamba", f"<tool_calls>[{CALL}]</tool_calls>", 1),
+    ("llama3_json", OLD_CALL, 1), ("longcat", f"<longcat_tool_call>{CALL}</longcat_tool_call>", 1),
+)  # fmt: skip
+"""A call or two in their markers."""
 GEMMAS = 'get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     # Qwen2.5-Coder, whose template is that of Hermes
@@ -128,6 +167,69 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         ("deepseek_v31", deepseeks(f"{begin}{json.dumps(PLAIN[1])}{end}"), "", [PLAIN])
         for begin, end in (("```json\n", "\n```"), ("\n```\n", "\n```\n"), ("```json\n", ""))
     ),
+    # arguments that are almost JSON
+    *(
+        ("hermes", f'<tool_call>{{"name": "get_weather", "arguments": {written}}}</tool_call>', "", [(PLAIN[0], meant)])
+        for written, meant in ALMOST_JSON
+    ),
+    *(
+        ("kimi_k2", f"{KIMI}{kimis('functions.get_weather:0', written)}{GOOD}{KIMIS_END}", "",
+         [(PLAIN[0], meant), PLAIN])
+        for written, meant in ALMOST_JSON
+    ),
+    *(("mistral", f"[TOOL_CALLS]get_weather[ARGS]{written}", "", [(PLAIN[0], meant)])
+      for written, meant in ALMOST_JSON),
+    *(
+        (name, f"{begin}{SINGLE_QUOTES.replace('arguments', key)}{end}", "", [PLAIN])
+        for name, key, begin, end in (
+            ("hermes", "arguments", "<tool_call>\n", "\n</tool_call>"), ("llama3_json", "parameters", "", ""),
+            ("xlam", "arguments", "[", "]"), ("granite", "arguments", "<|tool_call|>[", "]"),
+            ("jamba", "arguments", "<tool_calls>[", "]</tool_calls>"),
+        )
+    ),
+    *(
+        ("hermes", f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(written)}}}</tool_call>', "", [PLAIN])
+        for written in ("{'city': 'Zürich', 'days': 3}", '{"city": "Zürich", "days": 3}')
+    ),
+    # objects around a call, and one brace too many
+    *(
+        ("hermes", f"So. <tool_call>\n{written}\n</tool_call>", "So.", [PLAIN])
+        for written in (f'{{"type": "function", "function": {CALL}}}', f'{{"tool_calls": [{CALL}]}}', f"{{{CALL}}}",
+                        f"{CALL}}}", f"<tool_call>\n{CALL}")
+    ),
+    ("llama3_json", f'{{"type": "function", "function": {OLD_CALL}}}', "", [PLAIN]),
+    ("llama3_json", '{"function": "a text", "type": {}}', '{"function": "a text", "type": {}}', []),
+    ("hermes", '<tool_call>{"function": {"name": 3}}</tool_call>', '<tool_call>{"function": {"name": 3}}</tool_call>',
+     []),
+    # a fence around calls with their markers
+    *(
+        (name, f"{said}{fence}\n{written}{end}", said, [PLAIN] * count)
+        for name, written, count in FENCED
+        for said in ("", "I look.\n") for fence in ("```", "```json", "```xml") for end in ("\n```", "```\n", "")
+    ),
+    ("hermes", f"```\n<tool_call>{CALL}</tool_call>\n```\nDone.", "Done.", [PLAIN]),
+    ("hermes", f"```py\nx = 1\n```\n<tool_call>{CALL}</tool_call>", "```py\nx = 1\n```", [PLAIN]),
+    ("glm45", "```\n<tool_call>other {}</tool_call>\n```", "```\n<tool_call>other {}</tool_call>\n```", []),
+    ("glm45", "```sh\nls\n```", "```sh\nls\n```", []),
+    ("minimax_m2", "``` and ```", "``` and ```", []),
+    # values without their end
+    *(
+        (name, written.replace(f"Zürich{end}", "Zürich"), "", [PLAIN])
+        for name, written, end in UNMARKED
+    ),
+    *((name, written.replace(f"3{end}", "3"), "", [PLAIN]) for name, written, end in UNMARKED),
+    ("minimax_m2", MINIMAX([("get_weather", {"note": 'a <parameter name="other"> b </invoke> c'})]), "",
+     [("get_weather", {"note": 'a <parameter name="other"> b </invoke> c'})]),
+    ("glm45", "<tool_call>get_weather<arg_key>note</arg_key><arg_value>a </tool_call> b</arg_value></tool_call>", "",
+     [("get_weather", {"note": "a </tool_call> b"})]),
+    ("qwen3_xml", QWEN_CALL.replace("=get_weather", '="get_weather"'), "", [PLAIN]),
+    # markers of a section that are missing or spelt otherwise
+    ("kimi_k2", f"So. {GOOD}", "So. ", [PLAIN]),
+    ("kimi_k2", f"{GOOD}{GOOD}{KIMIS_END}", "", [PLAIN, PLAIN]),
+    ("kimi_k2", f"{KIMI}{GOOD}{GOOD}{KIMIS_END}".replace("calls_s", "call_s"), "", [PLAIN, PLAIN]),
+    ("kimi_k2", kimis("functions.other:1", "{}"), kimis("functions.other:1", "{}"), []),
+    ("kimi_k2", f"{KIMI}{kimis('functions.get_weather:0', json.dumps(json.dumps(PLAIN[1])))}{KIMIS_END}", "", [PLAIN]),
+    ("mistral", f"[TOOL_CALLS]{CALL}", "", [PLAIN]),
     # a call as another family's format has it, within the markers of the model's own
     *(
         (name, f"{begin}{written}{end}", "", [PLAIN])
@@ -184,6 +286,29 @@ def test_a_slip_is_read_as_what_was_meant(name: str, answer: str, content: str, 
         for (_, said), (_, meant) in zip(found.calls, calls, strict=True):
             assert meant is None or json.loads(said) == meant
         assert found.content.strip() == content.strip(), found
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "end"),
+    [
+        ("glm45", GLM, "</tool_call>"), ("glm45", GLM, "</arg_value>\n</tool_call>"),
+        ("glm45", GLM.replace("\n", ""), "</arg_value></tool_call>"),
+        ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n</tool_call>", "\n</parameter>\n</function>\n</tool_call>"),
+        ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n</tool_call>", "</function>\n</tool_call>"),
+        ("minimax_m2", MINIMAX([PLAIN]), "</invoke>\n</minimax:tool_call>"),
+        ("seed_oss", SEED, "</parameter>\n</function>\n</seed:tool_call>"),
+    ],
+)  # fmt: skip
+def test_markers_that_the_model_forgot_at_its_end_are_missing_only_where_the_answer_was_cut(name, written, end):
+    """An answer that ran out of tokens may lack arguments."""
+    cut = written.removesuffix(end)
+    assert cut != written
+    for pieces in ([cut], cut):
+        ((called, said),) = read(name, pieces, tools=TOOLS, reasoning=None, finish_reason="stop").calls
+        assert (called, json.loads(said)) == PLAIN
+        ((_, said),) = read(name, pieces, tools=TOOLS, reasoning=None, finish_reason="length").calls
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(said)
 
 
 THINKING = [

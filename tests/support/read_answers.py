@@ -50,7 +50,7 @@ def parser_of(
     return OutputParser(thinking, declared, prompt=prompt, tools=tools, hidden=hidden)
 
 
-def read(name: str, pieces: Iterable[str], *arguments: Any, **more: Any) -> Read:
-    """Parses the pieces of an answer; the other arguments are those of `parser_of`."""
+def read(name: str, pieces: Iterable[str], *arguments: Any, finish_reason: str | None = None, **more: Any) -> Read:
+    """Parses the pieces of an answer; the other arguments are those of `parser_of`. finish_reason: as in outputs."""
     parser = parser_of(name, *arguments, **more)
-    return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+    return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish(finish_reason)])

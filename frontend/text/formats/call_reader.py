@@ -5,6 +5,7 @@ A call is emitted once its name is known. Arguments are emitted as JSON text whi
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -41,6 +42,10 @@ _WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
 _DEEPEST = 64
 """Most elements of an argument's value within one another."""
 _OTHER_KEYS = ("type", "id")
+_WRAPPERS = ("function", "tool_calls")
+"""Keys of objects around calls."""
+_MOST_AROUND = 2
+"""Most of those, within one another."""
 """Keys that may come before a call's name. Any other key means that the object is no call."""
 
 
@@ -63,6 +68,8 @@ class CallReader(PieceReader):
         self.num_calls = 0
         self.has_open_call = False
         """Whether the arguments of the last call are still incomplete."""
+        self._is_whole = False
+        """The answer has ended where the model ended it."""
         self.is_thinking = False
         """Whether reasoning has begun and not ended."""
 
@@ -98,6 +105,8 @@ class CallReader(PieceReader):
             yield from self._escaped_call(calls)
         elif start == "[" and not calls.name[0].startswith("["):
             yield from self._list(self._json_call)
+        elif start == "{" and body == "named_json" and calls.lists:
+            yield from self._json_call()
         elif body == "named_json":
             yield from self._named_call(calls)
         else:
@@ -139,6 +148,11 @@ class CallReader(PieceReader):
         is_slip = found is not None and not self._may_name(name) and self._may_name(found[1])
         return found[1] if is_slip and found is not None else name
 
+    def _unquoted(self, name: str) -> str:
+        """A tool's name without the quotes that models write around it."""
+        inner = name.strip()[1:-1]
+        return inner if name.strip() in (f'"{inner}"', f"'{inner}'") and self._may_name(inner) else name
+
     def _undoubled(self, name: str) -> str:
         """A tool's name, where it is written as a member of what is called so."""
         assert self._calls is not None
@@ -170,15 +184,14 @@ class CallReader(PieceReader):
             yield from self._skip_space()
             yield from self._accept(",")
 
-    def _json_call(self) -> Reads:
+    def _json_call(self, depth: int = 0) -> Reads:
         """An object with a name and arguments, in any order. A call begins once its name and the beginning of its
         arguments are known. Without arguments it is one only in formats whose calls need a marker: other objects may
-        have a name too."""
+        have a name too. depth: how many objects are around it."""
         calls = self._calls
         assert calls is not None
         yield from self._expect("{")
-        if calls.name_is_key:
-            yield from self._keyed_call()
+        if (yield from (self._keyed_call() if calls.name_is_key else self._doubled_braces(depth))):
             return
         call, name, held, id = -1, None, "", ""
         num_calls, needs_arguments = self.num_calls, calls.is_bare or self._is_loose
@@ -191,7 +204,9 @@ class CallReader(PieceReader):
                 yield from self._skip_space()
                 yield from self._expect(":")
                 yield from self._skip_space()
-                if key in calls.name_keys and name is None:
+                if name is None and (yield from self._wrapped_calls(key, depth)):
+                    held = "{}"
+                elif key in calls.name_keys and name is None:
                     name = yield from (self._json_name() if needs_arguments else self._json_string())
                     if held:
                         call = self._begin(name, id)
@@ -213,15 +228,37 @@ class CallReader(PieceReader):
                 raise
             yield from self._skip_space()
             yield from self._accept(",")
-        if call < 0:
-            if name is None or needs_arguments:
-                raise NoCallError
-            call = self._begin(name, id)
+        if call < 0 and self.num_calls == num_calls:
+            call = self._bare_name(None if needs_arguments else name, id)
         if not held:
             self._arguments(call, "{}")
 
+    def _doubled_braces(self, depth: int) -> Reads:
+        """Reads a call in a second pair of braces, as templates have them that show one. Returns whether that is so."""
+        yield from self._skip_space()
+        if depth == _MOST_AROUND or (yield from self._peek(1)) != "{":
+            return False
+        yield from self._json_call(depth + 1)
+        yield from self._skip_space()
+        yield from self._accept("}")
+        return True
+
+    def _wrapped_calls(self, key: str, depth: int) -> Reads:
+        """Reads calls within a further object, as OpenAI's messages have them. Returns whether `key` is that of one."""
+        if key not in _WRAPPERS or depth == _MOST_AROUND or (start := (yield from self._peek(1))) not in ("{", "["):
+            return False
+        inner = functools.partial(self._json_call, depth + 1)
+        yield from (self._list(inner) if start == "[" else inner())
+        return True
+
+    def _bare_name(self, name: str | None, id: str) -> int:
+        """Begins a call without arguments."""
+        if name is None:
+            raise NoCallError
+        return self._begin(name, id)
+
     def _keyed_call(self) -> Reads:
-        """The rest of an object {name: arguments}."""
+        """The rest of an object {name: arguments}. Returns True."""
         yield from self._skip_space()
         name = yield from self._json_string()
         yield from self._skip_space()
@@ -230,10 +267,12 @@ class CallReader(PieceReader):
         yield from self._json_arguments(name)
         yield from self._skip_space()
         yield from self._expect("}")
+        return True
 
     def _json_name(self) -> Reads:
         """The name of what may be a call; another object's may be long, and must not be held back."""
-        while (at := self._text.find('"', 1)) < 0 and len(self._text) <= LONGEST_NAME and not self._ended:
+        quote = yield from self._peek(1)
+        while (at := self._text.find(quote, 1)) < 0 and len(self._text) <= LONGEST_NAME and not self._ended:
             yield
         if not 0 < at <= LONGEST_NAME:
             raise NoCallError
@@ -260,7 +299,7 @@ class CallReader(PieceReader):
             if len(self._text) > MOST_SPACE:
                 raise NoCallError
             yield
-        if self._text[:1] == "{" and inner and inner[0] not in ('"', "}"):
+        if self._text[:1] == "{" and inner and inner[0] not in "\"'}":
             raise NoCallError
         return self._text[:1] == "{"
 
@@ -272,6 +311,9 @@ class CallReader(PieceReader):
         yield from self._skip_space()
         # Models write a fence that the format of an earlier version had.
         is_fenced = yield from self._accept_fence()
+        if (yield from self._peek(1)) == '"':
+            self._arguments(call, object_of((yield from self._json_whole())))
+            return
         if (yield from self._peek(1)) != "{":
             self._arguments(call, "{}")
             return
@@ -341,6 +383,7 @@ class CallReader(PieceReader):
         name = yield from self._name_before("<", calls.name[1].replace('"', quote))
         if calls.number[1]:
             yield from self._short_until(calls.number[1])
+        name = self._unquoted(name)
         call, separator, said = self._begin(name), "{", set[str]()
         parameters = self._parameters_of(name.strip())
         while True:
@@ -360,7 +403,7 @@ class CallReader(PieceReader):
             others = parameters.names - said
             said.add(key)
             yield from self._xml_value(call, calls, types, others)
-        if self._is_over:
+        if self._is_over and not self._is_whole:
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 
@@ -438,18 +481,19 @@ class CallReader(PieceReader):
     def _until_end_of_value(
         self, calls: CallFormat, others: Set[str], give: Callable[[str], None], *, is_text: bool = False
     ) -> Reads:
-        """Passes a parameter's value to `give` and takes the marker after it. In formats with a line per marker, a
-        model may leave that out: then the next parameter's marker, or that after the arguments, ends the value."""
+        """Passes a parameter's value to `give` and takes the marker after it. A model may leave that out: then the next
+        parameter's marker, or that after the arguments, ends the value."""
         after, line = calls.parameter[3], "\n" if calls.values_have_lines else ""
-        slips = [line + each for each in (calls.parameter[0], calls.after_arguments) if line and each]
+        begun = [each for each in (calls.parameter[0], calls.after_arguments or calls.call[1]) if each]
+        slips = [f"\n{each}" for each in begun] + ([] if line else begun)
         ends, reads = make_markers((line + after, after, *slips)), self._until_end_of_text if is_text else self._until
         while True:
             found = yield from reads(ends, give)
-            if found is None:
+            if found is None and not self._is_whole:
                 raise NoCallError
             if found not in slips:
                 return
-            marker = found.removeprefix(line)
+            marker = found.removeprefix("\n")
             if (yield from self._ends_value(calls, marker, others)):
                 self._text = marker + self._text
                 return
@@ -464,11 +508,12 @@ class CallReader(PieceReader):
             ):
                 yield
             return self._text[: max(at, 0)].strip() in others
-        while (rest := self._text.lstrip(SPACE)) == "" or calls.call[1].startswith(rest):
-            if self._ended or rest == calls.call[1] or len(self._text) > MOST_SPACE:
+        nexts = {*calls.call, *(calls.section or ()), calls.name[0]} - {"", marker}
+        while (rest := self._text.lstrip(SPACE)) == "" or any(each.startswith(rest) for each in nexts):
+            if self._ended or rest in nexts or len(self._text) > MOST_SPACE:
                 break
             yield
-        return rest == "" or rest.startswith(calls.call[1])
+        return rest == "" or rest.startswith(tuple(nexts))
 
     def _accept_null(self, after: str) -> Reads:
         """Takes null or None and the marker after it, for a value that the schema allows to be null."""
@@ -500,7 +545,7 @@ class CallReader(PieceReader):
                 value = element_value((yield from self._element(calls, key)), parameters.schema(key))
                 self._arguments(call, begun + json.dumps(value, ensure_ascii=False))
             separator = ", "
-        if self._is_over:
+        if self._is_over and not self._is_whole:
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 

@@ -83,7 +83,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     call: Pair = ("", "")
     """Markers around each call; the second may be missing in an answer."""
     also: tuple[Pair, ...] = ()
-    """Markers that some models of the family write around calls instead of `call`."""
+    """Markers that some models of the family write around calls instead of `section` or, without one, of `call`."""
     loose: tuple[Pair, ...] = ()
     """Markers that models write instead by mistake, or ("", ""), anywhere in an answer (json; pythonic, whose lists
     alone may lack markers). What they enclose is a call only if it names one of the request's tools."""

@@ -397,7 +397,7 @@ class StrictCalls(ForcedCalls):
         """The markers that open a section or a call, with their end markers."""
         calls = self._calls
         if calls.section is not None:
-            return {calls.section[0]: calls.section[1]}
+            return {calls.section[0]: calls.section[1], **dict(calls.also)}
         return dict(pair for pair in (calls.call, *calls.also) if pair[0])
 
     @property

@@ -44,6 +44,8 @@ class _Marks(NamedTuple):
     ignored: frozenset[str]
     """Those of them that mean nothing else."""
     headers: frozenset[str]
+    in_fences: Mapping[str, Markers]
+    """By the beginning of a fence, the markers of calls that it may enclose with their markers."""
     openers: Markers
     """Markers that begin calls or reasoning, and those that are dropped."""
     closers: Markers
@@ -56,6 +58,8 @@ _BARE = ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"', '[{
 
 _BARE_LIST = ("[",)
 """The same in Python."""
+_FENCE, _LABEL = "```", re.compile(r"[\w.+\-]{0,20}\s{0,40}")
+"""The beginning of a fence, and what may follow it before what is enclosed."""
 
 
 def _spellings(form: CallFormat) -> tuple[str, ...]:
@@ -79,6 +83,8 @@ def _marks_of(
         if reads_slips and form.body in ("xml", "elements") and form.name[0] and not (form.section and any(form.call)):
             # The marker before a name may be all that a model writes.
             loose |= dict.fromkeys(_spellings(form), form.call[1])
+        if reads_slips and form.section and all(form.call):
+            loose[form.call[0]] = form.call[1]  # models leave the section's markers out
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
         strays -= {"", "```"}  # a fence may be another's
     thinking = reasoning.reasoning if reasoning else None
@@ -87,8 +93,14 @@ def _marks_of(
     headers = tuple(dict.fromkeys(marker for each in formats for marker in each.headers))
     left_out = (*(marker for each in formats for marker in each.left_out), *hidden)
     strays = (strays | {end}) - {begin, *ends, *loose, ""}
+    fences = ({_FENCE} | {each for each in loose if each.startswith(_FENCE)}) if ends and reads_slips else set()
+    marked = sorted({*ends, *loose} - {"", *fences})
+    in_fences = {
+        fence: make_markers(tuple(each for each in marked if fence not in loose or each not in (*_BARE, *_BARE_LIST)))
+        for fence in fences
+    }
     ignored = tuple(each for each in left_out if each not in (*ends, *strays, *headers, begin, end))
-    openers = sorted({*ends, *loose, *strays} - {""})
+    openers = sorted({*ends, *loose, *fences, *strays} - {""})
     return _Marks(
         ends,
         loose,
@@ -96,6 +108,7 @@ def _marks_of(
         frozenset(left_out),
         frozenset(ignored),
         frozenset(headers),
+        in_fences,
         make_markers((*openers, *headers, begin, *ignored)),
         make_markers(
             (
@@ -133,6 +146,9 @@ class OutputParser(CallReader):
             self._prefix, self._reasoning, reasoning = self._reasoning.begin, None, None
         self._marks = _marks_of(reasoning, calls, tuple(hidden), reads_slips=reads_slips)
         self._call_end = ""
+        self._section_ends: tuple[str, ...] = ()
+        self._is_in_code = False
+        """A fence has begun that encloses no call."""
         self._reader = self._read(prompt)
 
     def go_on(self, text: str) -> str | None:
@@ -164,9 +180,11 @@ class OutputParser(CallReader):
         """Whether a stop string ended the answer within a call, whose arguments are then incomplete."""
         return self.has_open_call and isinstance(stop_reason, str)
 
-    def finish(self) -> list[AnswerPart]:
-        """The remaining events, at the end of the answer."""
+    def finish(self, finish_reason: str | None = None, stop_reason: int | str | None = None) -> list[AnswerPart]:
+        """The remaining events, at the end of the answer. finish_reason, stop_reason: its output's. If the model itself
+        ended the answer, end markers that are missing are taken as forgotten, else as cut off."""
         self._ended = True
+        self._is_whole = finish_reason == "stop" and not isinstance(stop_reason, str)
         next(self._reader, None)
         return self._news()
 
@@ -191,7 +209,9 @@ class OutputParser(CallReader):
             marker = yield from self._until(openers, self._content, told=how, stops=may_begin)
             if marker is None:
                 break
-            if marker in self._marks.ends or marker in self._marks.loose:
+            if marker in self._marks.in_fences:
+                yield from self._fenced(marker)
+            elif marker in self._marks.ends or marker in self._marks.loose:
                 yield from self._try_calls(marker, self._content)
             elif marker in self._marks.strays:
                 is_first = not self._has_said and self._reasoning is not None and marker == self._reasoning.end
@@ -292,6 +312,55 @@ class OutputParser(CallReader):
             return
         yield from self._try_calls("", self._content)
 
+    def _fenced(self, fence: str) -> Reads:
+        """Reads what comes after the beginning of a fence. If calls with their own markers do, it is dropped."""
+        if self._is_in_code and fence == _FENCE:  # its end
+            self._is_in_code = False
+            self._content(fence)
+            return
+        markers, num_calls = self._marks.in_fences[fence], self.num_calls
+        while True:
+            label = _LABEL.match(self._text)
+            assert label is not None
+            rest = self._text[label.end() :]
+            found = markers.find(rest, is_over=self._ended)
+            is_next = found is not None and found.start() == 0
+            if is_next or self._ended or markers.held(rest) < len(rest) or len(self._text) > MOST_SPACE:
+                break
+            yield
+        if not is_next:
+            if fence in self._marks.loose:
+                yield from self._try_calls(fence, self._content)
+            else:
+                self._content(fence)
+            self._is_in_code = self.num_calls == num_calls
+            return
+        before = [fence + self._take(label.end())]
+
+        def no_call(text: str) -> None:
+            self._content("".join(before) + text)
+
+        while found is not None and found.start() == 0:
+            self._take(found.end())
+            yield from self._try_calls(found.group(), no_call)
+            if self.num_calls == num_calls:
+                return
+            num_calls = self.num_calls
+            before.clear()
+            space = yield from self._skip_space()
+            if (yield from self._accept(_FENCE)):
+                return
+            found = yield from self._next_marker(markers)
+        self._text = space + self._text
+
+    def _next_marker(self, markers: Markers) -> Reads:
+        """The first marker, if one may come next."""
+        while (found := markers.find(self._text, is_over=self._ended)) is None and not self._ended:
+            if markers.held(self._text) < len(self._text):
+                break
+            yield
+        return found
+
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _try_calls(self, opener: str, give: Callable[[str], None]) -> Reads:
@@ -300,6 +369,9 @@ class OutputParser(CallReader):
         assert calls is not None
         self._raw, self._is_loose = [opener], opener in self._marks.loose and opener not in self._marks.ends
         self._call_end = (self._marks.loose if self._is_loose else self._marks.ends)[opener]
+        self._section_ends = () if self._is_loose or calls.section is None else (calls.section[1],)
+        if self._section_ends and opener in dict(calls.also):
+            self._section_ends, self._call_end = (self._call_end, *self._section_ends), calls.call[1]
         if opener in (*_BARE, *_BARE_LIST) or (opener and opener in _spellings(calls)):  # it belongs to the call
             self._raw, self._text = [], opener + self._text
         try:
@@ -319,7 +391,7 @@ class OutputParser(CallReader):
         is_closed = yield from self._one_call(calls, is_opened=section is None)
         while True:
             space = yield from self._skip_space()
-            if section is not None and ((yield from self._accept_marker(section[1])) or self._is_over):
+            if section is not None and ((yield from self._end_of_section()) or self._is_over):
                 if self.call < 0:  # all of it was broken
                     raise NoCallError
                 return
@@ -332,6 +404,12 @@ class OutputParser(CallReader):
                 return
             is_closed = yield from self._one_call(calls, is_opened=section is None)
 
+    def _end_of_section(self) -> Reads:
+        for end in self._section_ends:
+            if (yield from self._accept_marker(end)):
+                return True
+        return False
+
     def _another_follows(self, calls: CallFormat, *, is_closed: bool) -> Reads:
         """Whether a call without markers follows another one: an object, or in a fence a line of Python."""
         if calls.body == "json":
@@ -343,6 +421,8 @@ class OutputParser(CallReader):
     def _one_call(self, calls: CallFormat, *, is_opened: bool) -> Reads:
         """Returns whether the call's end marker was there."""
         yield from self._skip_space()
+        while is_opened and calls.call[0] and not self._is_loose and (yield from self._accept(calls.call[0])):
+            yield from self._skip_space()  # written twice
         if calls.call[0] and not is_opened and not (yield from self._accept_marker(calls.call[0])):
             yield from self._skip_noise(calls)
         try:
@@ -353,6 +433,9 @@ class OutputParser(CallReader):
             yield from self._skip_broken(calls)
         self.has_open_call = False
         is_closed = False
+        if calls.body == "json" and self._call_end:
+            yield from self._skip_space()
+            yield from self._accept("}")  # one too many
         for end in filter(None, (calls.after_arguments, self._call_end)):
             yield from self._skip_space()
             is_closed = yield from self._accept_marker(end)
@@ -363,7 +446,7 @@ class OutputParser(CallReader):
     def _skip_broken(self, calls: CallFormat) -> Reads:
         """Skips the rest of a call in a section, up to the next marker. Raises NoCallError if the answer ends."""
         assert calls.section is not None
-        found = yield from self._until(make_markers((*calls.call, calls.section[1])), lambda text: None)
+        found = yield from self._until(make_markers((*calls.call, *self._section_ends)), lambda text: None)
         if found is None:
             raise NoCallError
         if self._raw:
@@ -373,6 +456,6 @@ class OutputParser(CallReader):
     def _skip_noise(self, calls: CallFormat) -> Reads:
         """Skips text in a section up to the marker of a call. Raises NoCallError if none follows."""
         assert calls.section is not None
-        found = yield from self._until(make_markers((calls.call[0], calls.section[1])), lambda text: None)
+        found = yield from self._until(make_markers((calls.call[0], *self._section_ends)), lambda text: None)
         if found != calls.call[0]:
             raise NoCallError

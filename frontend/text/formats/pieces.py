@@ -12,16 +12,33 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.markers import Markers, make_markers
-from headrace.frontend.text.formats.values import NoCallError, python_as_json, python_escaped, python_short_escape
+from headrace.frontend.text.formats.values import (
+    NoCallError,
+    python_as_json,
+    python_escaped,
+    python_short_escape,
+    within_text,
+)
 
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
 Tell = Callable[[str], str | None]
 """Maps a new text to the output for it; None if the output is not certain yet."""
 SPACE = " \t\r\n"
-_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_OUTSIDE_EITHER = re.compile(r"""["'{}\[\]]""")
+_IN_STRING = {'"': re.compile(r'[\x00-\x1f"\\]'), "'": re.compile(r"""[\x00-\x1f"'\\]""")}
+"""What is not passed as it is, in a string with this quote."""
+_IN_NEST = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_OUTSIDE = re.compile(r"""["'{}\[\]]""")
+_TOKEN = re.compile(
+    r""""[^"\\\x00-\x1f]*"|(?:[\s:{\[]|-?\d[\d.eE+\-]*|,(?=\s*["{\[\d\-]))+|["'}\],]|[^\s"'{}\[\],:]+"""
+)
+"""Of a JSON value, outside of strings: a string in which nothing has to be mended, what else needs no look, or one
+character or word that may be a slip."""
+_LOOKS = re.compile(r"""["'{}\[\],A-Za-z]""").search
+_LONGEST_CONSTANT, _MOST_HELD = len("False"), 1024
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_LONGEST_JSON_ESCAPE = len("\\ud83d")
 _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
 _PYTHON_ESCAPE = re.compile(
@@ -41,6 +58,23 @@ LONGEST_NAME = 300
 
 def as_it_is(text: str) -> str:
     return text
+
+
+def _within_string(text: str, quote: str, *, is_all: bool) -> tuple[int, str]:
+    """How many characters of `text` are next in a string with this quote, from a character that is not passed as it is,
+    and what JSON has for them; its end is a double quote. 0 if that depends on text that has not arrived."""
+    first = text[:1]
+    if first == quote == "'":
+        if len(text) == 1 and not is_all:
+            return 0, ""
+        return (1, "'") if text[1:2].isalnum() else (1, '"')  # an apostrophe within a word
+    if first != "\\":
+        return (1, '"') if first == quote else (len(first), within_text(first))
+    if not is_all and len(text) < (_LONGEST_JSON_ESCAPE if text[1:2] == "u" else 2):
+        return 0, ""
+    if found := _ESCAPE.match(text):
+        return found.end(), found.group()
+    return (2, "'") if text[1:2] == "'" else (1, "\\\\")
 
 
 def _or_begins(finds: Callable[[str], object], markers: Markers) -> Callable[[str], object]:
@@ -154,7 +188,7 @@ class PieceReader:
         return self._take(at)
 
     def _json_string(self) -> Reads:
-        if (yield from self._peek(1)) != '"':
+        if (yield from self._peek(1)) not in ('"', "'"):
             raise NoCallError
         text = yield from self._json_whole()
         try:
@@ -177,32 +211,100 @@ class PieceReader:
             yield
         return self._take(len(self._text) if end is None else end.start())
 
-    def _json_value(
-        self,
-        give: Callable[[str], None],
-        outside: re.Pattern[str] = _OUTSIDE,
-        *,
-        told: Tell | None = None,
-        stop: str = "",
-    ) -> Reads:
-        """Passes one value to `give` while it arrives. Raises NoCallError if the answer ends within it.
+    def _json_value(self, give: Callable[[str], None], *, told: Tell | None = None, stop: str = "") -> Reads:
+        """Passes one value to `give` while it arrives, as JSON. What models write by mistake is mended: single quotes,
+        a comma before a closing bracket, Python's constants, and in strings line breaks and backslashes that are not
+        escaped. Everything else is passed as it is. Raises NoCallError if the answer ends within it.
 
-        outside: finds the quotes and brackets outside of strings (an apostrophe within a word is no quote). told: as in
-        `_until`; only if `outside` finds no apostrophes, since those depend on the character before them. stop: a
-        marker that no value contains; NoCallError if it comes within this one, which is passed up to there."""
-        if (first := (yield from self._peek(1))) and first not in '"{[':
-            give((yield from self._scalar()))
+        told: as in `_until`. stop: a marker that no value contains; NoCallError if it comes within this one, which is
+        passed up to there."""
+        if (first := (yield from self._peek(1))) and first not in "\"'{[":
+            scalar: str = yield from self._scalar()
+            give(_CONSTANTS.get(scalar, scalar))
             return
-        markers = make_markers((stop,))
+        ends, depth, comma, parts = make_markers((stop,)), 0, "", list[str]()
+
+        while True:
+            text, is_all = self._before(ends)
+            at = 0
+            while found := _TOKEN.match(text, at):
+                token = found.group()
+                is_cut = found.end() == len(text) and token.isalpha() and not is_all
+                if is_cut and len(token) <= _LONGEST_CONSTANT:
+                    break
+                at = found.end()
+                if token in "]}":
+                    comma = comma[1:]
+                if (token == "," or (comma and token.isspace())) and len(comma) < _MOST_HELD:
+                    comma += token if token != "," or not comma else ""
+                    continue
+                parts.append(comma)
+                comma = ""
+                if token in "\"'":
+                    self._take(at)
+                    parts.append('"')
+                    yield from self._string(token, parts, give, told, stop)
+                    (text, is_all), at = self._before(ends), 0
+                else:
+                    parts.append(_CONSTANTS.get(token, token))
+                    if token[0] != '"':
+                        depth += token.count("{") + token.count("[") - (token in "]}")
+                if depth <= 0:
+                    self._take(at)
+                    give("".join(parts))
+                    return
+            self._take(at)
+            if said := "".join(parts):
+                give(said)
+            parts.clear()
+            if is_all:
+                raise NoCallError
+            yield from self._turn(_LOOKS, None if comma or stop else told)
+
+    def _before(self, ends: Markers) -> tuple[str, bool]:
+        """The text before a marker, and whether there is no more of it to come."""
+        found = ends.find(self._text, is_over=True)
+        if found is not None:
+            return self._text[: found.start()], True
+        return self._text[: len(self._text) - (0 if self._ended else ends.held(self._text))], self._ended
+
+    def _string(self, quote: str, parts: list[str], give: Callable[[str], None], told: Tell | None, stop: str) -> Reads:
+        """The rest of a string of `_json_value`, after its quote. Adds to `parts`, and passes those to `give` before
+        it waits for more text."""
+        finds, ends = _IN_STRING[quote].search, make_markers((stop,))
+        while True:
+            text, is_all = self._before(ends)
+            at = 0
+            while (found := finds(text, at)) is not None:
+                parts.append(text[at : found.start()])
+                at = found.start()
+                taken, said = _within_string(text[at : at + _LONGEST_JSON_ESCAPE], quote, is_all=is_all)
+                if not taken:
+                    break
+                at += taken
+                parts.append(said)
+                if said == '"':
+                    self._take(at)
+                    return
+            if found is None:
+                parts.append(text[at:])
+                at = len(text)
+            self._take(at)
+            if any(parts):
+                give("".join(parts))
+            parts.clear()
+            if is_all:
+                raise NoCallError
+            yield from self._turn(_or_begins(finds, ends) if stop else finds, told)
+
+    def _nest(self, give: Callable[[str], None]) -> Reads:
+        """An object or a list, as JSON or as a Python literal."""
         depth, quote, last = 0, "", ""
         while True:
             text, at = self._text, 0
-            if stop:
-                found = markers.find(text, is_over=True)
-                text = text[: found.start() if found else len(text) - (0 if self._ended else markers.held(text))]
             while at < len(text):
                 if quote:
-                    next_one = _IN_STRING[quote].search(text, at)
+                    next_one = _IN_NEST[quote].search(text, at)
                     at = len(text) if next_one is None else next_one.start()
                     if next_one is None:
                         break
@@ -213,14 +315,14 @@ class PieceReader:
                         continue
                     quote, at = "", at + 1
                 else:
-                    next_one = outside.search(text, at)
+                    next_one = _OUTSIDE.search(text, at)
                     at = len(text) if next_one is None else next_one.end()
                     if next_one is None:
                         break
                     before = text[next_one.start() - 1] if next_one.start() else last
                     if next_one.group() == "'" and before.isalnum():
                         continue
-                    quote = next_one.group() if next_one.group() in _IN_STRING else ""
+                    quote = next_one.group() if next_one.group() in _IN_NEST else ""
                     depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(next_one.group(), 0)
                 if depth <= 0 and not quote:
                     give(self._take(at))
@@ -228,16 +330,11 @@ class PieceReader:
             if at:
                 last = text[at - 1]
                 give(self._take(at))
-            if self._ended or (stop and self._text.startswith(stop)):
-                if self._ended and self._text:
+            if self._ended:
+                if self._text:
                     give(self._take(len(self._text)))
                 raise NoCallError
-            goes_on = (_IN_STRING[quote] if quote else outside).search
-            yield from self._turn(_or_begins(goes_on, markers) if stop else goes_on, told)
-
-    def _nest(self, give: Callable[[str], None]) -> Reads:
-        """An object or a list, as JSON or as a Python literal."""
-        yield from self._json_value(give, _OUTSIDE_EITHER)
+            yield
 
     def _python_text(self, give: Callable[[str], None]) -> Reads:
         """Emits the content of a Python string, or of several in a row, as parts of a JSON string while it arrives.

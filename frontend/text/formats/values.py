@@ -102,6 +102,7 @@ def object_of(text: str) -> str:
         said = json.loads(text, strict=False)
         if isinstance(said, str):
             text = said.strip()
+            text = as_json(text) if text.startswith("{") else text
             said = json.loads(text, strict=False) if text else None
     except (ValueError, RecursionError):
         raise NoCallError from None

@@ -18,6 +18,7 @@ from headrace.frontend.http.apis.openai.answer import AnswerContext, TextAnswer
 from headrace.frontend.http.apis.responses.items import as_encrypted
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError
 from headrace.frontend.request.message import call_id, num_reasoning_tokens
+from headrace.frontend.request.outputs import CompletionOutput
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.parser import OutputParser
 
@@ -70,7 +71,7 @@ class MessagesAnswer(TextAnswer):
         (sequence,) = stream.sequences
         output = sequence.read(delta=False, tokenizer=stream.tokenizer)
         blocks: list[dict[str, Any]] = []
-        for told in self._read(output.text, ends=True):
+        for told in self._read(output, ends=True):
             kind, _ = self._block_of(told)
             self._thoughts.append(told.reasoning)
             if kind == "tool_use" and told.name:
@@ -97,7 +98,7 @@ class MessagesAnswer(TextAnswer):
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         parts = [] if self._began else [self._start()]
         self._began = True
-        for told in self._read(output.text, ends=output.finish_reason is not None):
+        for told in self._read(output, ends=output.finish_reason is not None):
             parts += self._events_of(told)
         if output.finish_reason is not None:
             parts += self._close()
@@ -117,8 +118,9 @@ class MessagesAnswer(TextAnswer):
     def failure(self, error: BaseException) -> bytes:
         return b"event: error\ndata: " + error_body(ApiError.of(error)) + b"\n\n"
 
-    def _read(self, text: str, *, ends: bool) -> list[AnswerPart]:
-        events = self._reader.feed(text) + (self._reader.finish() if ends else [])
+    def _read(self, output: CompletionOutput, *, ends: bool) -> list[AnswerPart]:
+        events = self._reader.feed(output.text)
+        events += self._reader.finish(output.finish_reason, output.stop_reason) if ends else []
         return [each for each in events if each.call <= 0 or not self._calls_once]
 
     def _start(self) -> bytes:

@@ -218,7 +218,9 @@ class OllamaAnswer(TextAnswer):
             self._logprobs += told.content
         ends = output.finish_reason is not None
         parts = []
-        for event in self._reader.feed(output.text) + (self._reader.finish() if ends else []):
+        for event in self._reader.feed(output.text) + (
+            self._reader.finish(output.finish_reason, output.stop_reason) if ends else []
+        ):
             if event.call >= 0 and not event.name:
                 assert self._call is not None, "its name came before"
                 self._call[1].append(event.arguments)

@@ -380,13 +380,13 @@ class ChatAnswer(TextAnswer):
             if (said := reader.go_on(text)) is not None:
                 return first + self._went_on(choice, reader, said, sequence.index)
             choice.until = None
-            events = self._read(reader, text, sequence.index, ends=False)
+            events = self._read(reader, text, sequence.index)
             return first + b"".join([self._event_of(choice, each, sequence.index) for each in events])
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         finish_reason = output.finish_reason
         deltas = [Delta(content=output.text)]
         if reader is not None:
-            events = self._read(reader, output.text, output.index, ends=finish_reason is not None)
+            events = self._read(reader, output.text, output.index, output if finish_reason is not None else None)
             deltas = [_delta_of(each) for each in events] or [Delta()]
             finish_reason = self._finish_reason(reader, output)
         choice.num_tokens += len(output.token_ids)
@@ -402,9 +402,13 @@ class ChatAnswer(TextAnswer):
         before = [event(self._chunk([ChatChunkChoice(index=output.index, delta=each)])) for each in deltas]
         return first + b"".join(before) + event(self._chunk([told], usage))
 
-    def _read(self, reader: OutputParser, text: str, index: int, *, ends: bool) -> list[AnswerPart]:
-        """Parses the new text of an output; drops the reasoning and calls that the request excludes."""
-        events = reader.feed(text) + (reader.finish() if ends else [])
+    def _read(
+        self, reader: OutputParser, text: str, index: int, ended: CompletionOutput | None = None
+    ) -> list[AnswerPart]:
+        """Parses the new text of an output; drops the reasoning and calls that the request excludes. ended: the output,
+        if this is the rest of it."""
+        events = reader.feed(text)
+        events += reader.finish(ended.finish_reason, ended.stop_reason) if ended is not None else []
         for each in events:
             if each.reasoning:
                 self._thoughts.setdefault(index, []).append(each.reasoning)
@@ -494,7 +498,7 @@ class ChatAnswer(TextAnswer):
     def _choice_of(self, output: CompletionOutput) -> ChatChoice:
         message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self.reader()
         if reader is not None:
-            message = _message_of(self._role, self._read(reader, output.text, output.index, ends=True))
+            message = _message_of(self._role, self._read(reader, output.text, output.index, output))
             finish_reason = self._finish_reason(reader, output)
         if self._echoed:
             message.content = self._echoed + (message.content or "")

@@ -362,7 +362,9 @@ class TurnAnswer(TextAnswer):
             return
         output = self.sequence.read(delta=True, tokenizer=self._stream.tokenizer)
         self._has_ended = output.finish_reason is not None
-        events = self._reader.feed(output.text) + (self._reader.finish() if self._has_ended else [])
+        events = self._reader.feed(output.text) + (
+            self._reader.finish(output.finish_reason, output.stop_reason) if self._has_ended else []
+        )
         if output.logprobs is not None:
             most = self._stream.params.logprobs or 0
             self._untold += chat_logprobs(output.token_ids, output.logprobs, self.spell, most).content
