@@ -29,7 +29,7 @@ class HostMemory:
 
 def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT) -> HostMemory:
     """The machine's memory, reduced to the limits of this process's control groups (version 1 or 2), and to that of its
-    address space (`ulimit -v`)."""
+    address space (`ulimit -v`) and of its data (`ulimit -d`)."""
     machine = psutil.virtual_memory()
     total_bytes, available_bytes = machine.total, machine.available
     for folder in _control_groups("memory", proc_cgroup, cgroup_root):
@@ -40,11 +40,13 @@ def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT
         total_bytes = min(total_bytes, limit_bytes)
         used_bytes -= _reclaimable_bytes(folder / "memory.stat")
         available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY:
-        total_bytes = min(total_bytes, addresses)
-        left = max(0, addresses - psutil.Process().memory_info().vms)
-        available_bytes = min(available_bytes, int(left * SHARE_OF_ADDRESSES))
+    own = psutil.Process().memory_info()
+    # Linux counts private memory that can be written, whether it is used or not, as data.
+    for limit, used_bytes in ((resource.RLIMIT_AS, own.vms), (resource.RLIMIT_DATA, own.data)):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            total_bytes = min(total_bytes, most)
+            available_bytes = min(available_bytes, int(max(0, most - used_bytes) * SHARE_OF_ADDRESSES))
     return HostMemory(total_bytes, available_bytes)
 
 

@@ -196,19 +196,22 @@ def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
     assert host_memory(proc, root).total_bytes == missing.total_bytes > 1 << 28
 
 
-@pytest.fixture
-def few_addresses() -> Iterator[int]:
-    """Limits this process's address space (`ulimit -v`) to so many bytes, 3 GiB more than it has."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = psutil.Process().memory_info().vms + (3 << 30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+@pytest.fixture(params=["addresses", "data"])
+def few_bytes(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Limits this process's address space (`ulimit -v`) or its data (`ulimit -d`) to so many bytes, 3 GiB more than it
+    has."""
+    own = psutil.Process().memory_info()
+    kind, used = {"addresses": (resource.RLIMIT_AS, own.vms), "data": (resource.RLIMIT_DATA, own.data)}[request.param]
+    before = resource.getrlimit(kind)
+    limit = used + (3 << 30)
+    resource.setrlimit(kind, (limit, before[1]))
     yield limit
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(kind, before)
 
 
-def test_a_limited_address_space_gives_a_smaller_cache(tmp_path: Path, few_addresses: int) -> None:
+def test_a_limit_of_addresses_or_data_gives_a_smaller_cache(tmp_path: Path, few_bytes: int) -> None:
     found = host_memory()
-    assert found.total_bytes <= few_addresses
+    assert found.total_bytes <= few_bytes
     assert found.available_bytes <= 3 << 30
     long = {"max_position_embeddings": 1 << 20, "hidden_size": 512, "num_key_value_heads": 4}
     model = tiny_models.save("llama", tmp_path, **long)
