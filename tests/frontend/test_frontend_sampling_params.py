@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace import InvalidRequestError, RequestOutputKind, SamplingParams
+from headrace.frontend.request.parameters.sampling_params import FIELDS
 
 
 def test_the_defaults_are_vllms() -> None:
@@ -160,6 +161,15 @@ def test_from_optional_takes_none_for_the_default() -> None:
 def test_the_repr_shows_every_field() -> None:
     assert repr(SamplingParams(temperature=0.25)).startswith("SamplingParams(n=1, presence_penalty=0.0,")
     assert "temperature=0.25" in repr(SamplingParams(temperature=0.25))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, field in FIELDS.items() if field.kind in (int, float, bool)] + ["truncation_side"]
+)
+def test_an_array_in_the_place_of_one_value_is_refused_by_the_fields_name(name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(InvalidRequestError, match=name):
+        SamplingParams(**{name: numpy.array([1, 2])})
 
 
 def test_numpys_numbers_are_numbers_and_leave_as_pythons() -> None:

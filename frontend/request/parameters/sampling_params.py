@@ -105,6 +105,13 @@ class _ChecksNames(type(msgspec.Struct)):  # type: ignore[misc]
                 )
             try:
                 return super().__call__(**given)
+            except InvalidRequestError:
+                raise
+            except ValueError:  # numpy's arrays have no truth value
+                for name, value in given.items():
+                    if getattr(value, "ndim", 0):
+                        raise bad(name, value, "must be one value, not an array") from None
+                raise
             except TypeError:
                 known = list(cls.__struct_fields__)
                 unknown = [name for name in given if name not in known]
