@@ -274,6 +274,8 @@ def test_texts_in_blocks_of_other_kinds_reach_the_model():
     searched = [
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "mcp_tool_use", "id": "m", "name": "look", "server_name": "x", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": [{"type": "text", "text": "y"}]},
         {"type": "text", "text": "found"},
     ]
     ((_, content),) = texts_of({"role": "assistant", "content": searched})

@@ -333,10 +333,13 @@ def test_reasoning_comes_back_as_its_encrypted_content(client):
     response = ask(client, "<think>hm</think>yes", include=["reasoning.encrypted_content"], store=False)
     reasoning = response.output[0].to_dict()
     del reasoning["content"]
-    again = ask(client, "", input=[reasoning, {"role": "assistant", "content": "x"}, {"role": "user", "content": END}])
-    assert again.output_text == "[assistant:(hm)x]"
-    with pytest.raises(openai.BadRequestError, match="was not written by this server"):
-        ask(client, "", input=[{**reasoning, "encrypted_content": "?"}])
+    again_asked = [{"role": "assistant", "content": "x"}, {"role": "user", "content": END}]
+    assert ask(client, "", input=[reasoning, *again_asked]).output_text == "[assistant:(hm)x]"
+    for others in ("?", "gAAAAABoISQ24OyVRYbkYfukdJoqdzWT-3uiErKInHDC-lgAaXeky44N77j7aibc2elHISjAvX7OmUwM"):
+        turns = [{**reasoning, "encrypted_content": others}, *again_asked]
+        assert ask(client, "", input=turns).output_text == "[assistant:x]", "another server's cannot be read"
+    with pytest.raises(openai.BadRequestError, match="encrypted_content must be a text"):
+        ask(client, "", input=[{**reasoning, "encrypted_content": 5}])
 
 
 def test_what_a_stored_response_is_to_include_is_read_as_at_its_creation(client):

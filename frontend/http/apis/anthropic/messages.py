@@ -214,6 +214,9 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     )
 
 
+_SERVERS_CALLS = ("server_tool_use", "mcp_tool_use")
+
+
 def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[str, Any]]) -> list[ChatMessage]:
     """Converts a message's blocks. Tool results become separate messages, before the user's text."""
     _check_message(message, where)
@@ -237,7 +240,7 @@ def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[s
                 pass  # encrypted by its writer, so it cannot be read here
             case "tool_addition" | "tool_removal":
                 offered.change(block, at)
-            case str() as kind if kind == "server_tool_use" or kind.endswith("_tool_result"):
+            case str() as kind if kind in _SERVERS_CALLS or kind.endswith("_tool_result"):
                 pass  # what Anthropic's servers did for the text that follows
             case _:
                 texts.append({"type": "text", "text": _text_of(block, at)})
