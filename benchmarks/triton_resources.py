@@ -32,9 +32,11 @@ from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
+from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, StateBatch
 from headrace.kernels.triton import (
     activation,
     attention,
+    convolve,
     decode,
     embedding,
     latent,
@@ -340,8 +342,47 @@ def adapter_cases() -> dict[str, Run]:
     return {"adapters, 8 tokens": added(8, 1), "adapters, 4096 tokens": added(4096, 1), "two adapters": added(64, 2)}
 
 
+def states_of(
+    units: int, shape: tuple[int, ...], num_tokens: int, num_seqs: int, stored: torch.dtype = FP32
+) -> tuple[StateBatch, LayerState]:
+    """A layer's states, and what a step of decodes needs of them if there are as many tokens as sequences."""
+    kept = KeptUnits(meta(1000, 65536, dtype=stored), *(meta(units, dtype=INT64) for _ in range(2)), shape)
+    state = LayerState({"history": kept, "state": kept}, meta(257, 4, 16384, dtype=FP32))
+    starts, rows, pages = meta(num_seqs + 1, dtype=INT32), meta(num_seqs, dtype=INT32), meta(num_seqs, 3, dtype=INT32)
+    longest = 1 if num_tokens == num_seqs else 512
+    return StateBatch(starts, rows, pages, pages, rows, rows, rows, starts, rows, pages, longest), state
+
+
+def convolve_of(channels: int, width: int, num_tokens: int, num_seqs: int, *, gated: bool, **options: Any) -> Run:
+    """gated: as in LFM2; else as in Mamba."""
+    weight = meta(channels, width, dtype=FP32)
+    params = ConvolveParams(weight, None if gated else meta(channels, dtype=FP32), None if gated else "silu", gated)
+    states = states_of(width - 1, (channels,), num_tokens, num_seqs, **options)
+    x = meta(num_tokens, channels * (3 if gated else 1))
+    return lambda: convolve.convolve(x, params, *states)
+
+
+def state_cases() -> dict[str, Run]:
+    return {
+        "convolve LFM2 decode": convolve_of(2048, 3, 256, 256, gated=True),
+        "convolve LFM2 mixed": convolve_of(2048, 3, 8192, 64, gated=True),
+        "convolve LFM2 mixed, states of 16 bits": convolve_of(2048, 3, 8192, 64, gated=True, stored=BF16),
+        "convolve Mamba decode": convolve_of(5376, 4, 256, 256, gated=False),
+        "convolve Mamba mixed": convolve_of(5376, 4, 8192, 64, gated=False),
+    }
+
+
 def all_cases() -> Mapping[str, Run]:
-    kinds = (attention_cases, latent_cases, row_cases, sampling_cases, linear_cases, moe_cases, adapter_cases)
+    kinds = (
+        attention_cases,
+        latent_cases,
+        row_cases,
+        sampling_cases,
+        linear_cases,
+        moe_cases,
+        adapter_cases,
+        state_cases,
+    )
     return MappingProxyType({name: run for cases in kinds for name, run in cases().items()})
 
 

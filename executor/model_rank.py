@@ -62,6 +62,7 @@ from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STATES_ON_GPUS = "short convolutions (LFM2)"
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
@@ -146,7 +147,10 @@ class ModelRank(Rank):
             )
         self._weights = weights_identity(checkpoint)
         if spec.cpu_alone and self._device.type != "cpu":
-            raise ModelError(f"{spec.architecture} has {spec.cpu_alone}, which a CPU alone computes")
+            raise ModelError(
+                f"{spec.architecture} has {spec.cpu_alone}, which a CPU alone computes so far: use device=cpu. Of "
+                f"layers that keep a state per sequence, GPUs compute {STATES_ON_GPUS}"
+            )
         groups = kv_cache.cache_groups(
             spec,
             self._options.max_model_len,

@@ -3,12 +3,17 @@
 The whole state is one int32 tensor, so that a step's changes are sent as one list of (index, word) pairs: one copy from
 pinned memory and one scatter, however many columns and rows change. A steady decode changes nothing.
 
-    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | adapters | batch_rows |
-             2 words a row, first so    W words    1 word each                      3 words    the rows of this step's
-             that they are aligned      a group                                     of each    decode batch, 1 word each
+    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | adapters | states | batch_rows |
+             2 words a row, first so    W words    1 word each                      3 words    below    the rows of this
+             that they are aligned      a group                                     of each             step's batch
+
+    the states of a row, as in `kernels.reference.states.StateBatch`, for models that keep one per sequence:
+           | own pages | source | snapshot | has_source | replayed | committed | snapshot_end |
+             P words     P words  P words    1 word each
 
 Row `num_rows` belongs to no request: batches are padded with it. Its block table is all block 0, the null block, and
-its num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
+its num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds. Its state
+begins as zeros and is written to that block too.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.sampling.columns import GREEDY_BELOW
+from headrace.executor.step.states import StateArrays
 from headrace.ipc.adapters import RowAdapter
 from headrace.ipc.messages import Sampling
 
@@ -119,6 +125,8 @@ COLUMNS = (
 """One word a row."""
 ADAPTER_COLUMNS = ("adapter_slot", "adapter_scale", "adapter_from")
 """One word for each adapter that a row may have; those of all rows' first adapters lie together."""
+STATE_FLAGS = ("has_source", "replayed", "committed", "snapshot_end")
+"""The last words of a row's part of `states`."""
 FLOATS = ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -131,6 +139,13 @@ class StateShape:
     num_groups: int = 1
     most_adapters: int = 0
     """Of one request."""
+    state_pages: int = 0
+    """Of the state of one sequence; 0: the model keeps none."""
+
+    @property
+    def state_words(self) -> int:
+        """Of one row's part of `states`."""
+        return 3 * self.state_pages + len(STATE_FLAGS) if self.state_pages else 0
 
     def offsets(self) -> tuple[dict[str, int], int]:
         """Each column's offset in words, and the total number of words."""
@@ -142,6 +157,7 @@ class StateShape:
             offsets[name], at = at, at + rows
         for name in ADAPTER_COLUMNS:
             offsets[name], at = at, at + self.most_adapters * rows
+        offsets["states"], at = at, at + self.state_words * rows
         offsets["batch_rows"], at = at, at + rows
         return offsets, at
 
@@ -177,6 +193,9 @@ class DeviceState:
         self.adapter_scale = scales.view(torch.float32)  # [most_adapters, num_rows + 1]
         self.adapter_from = firsts  # [most_adapters, num_rows + 1]: the position from which it applies
         self.adapter_slot.fill_(-1)
+        self.states = column("states", shape.state_words).view(rows, shape.state_words)
+        if shape.state_pages:
+            self.states[:] = torch.tensor(first_states(shape)).to(device)
         self.batch_rows = column("batch_rows")  # [num_rows + 1]: rows of the decode batch, then the padding row
         self.repetition_penalty.fill_(1.0)
         self.batch_rows.fill_(shape.num_rows)
@@ -188,6 +207,13 @@ class DeviceState:
     @property
     def nbytes(self) -> int:
         return self.words.nbytes
+
+
+def first_states(shape: StateShape) -> np.ndarray:
+    """[state_words] int32: of a row before its first step, and of the padding row."""
+    words = np.zeros(shape.state_words, np.int32)
+    words[-2:] = 1, -1  # it computes one token, and keeps no snapshot
+    return words
 
 
 ALIGNED_WORDS = 4
@@ -281,6 +307,10 @@ class Deltas:
         for name, each in zip(ADAPTER_COLUMNS, values, strict=True):
             self._put(self._offsets[name] + at, each)
 
+    def set_states(self, rows: np.ndarray, columns: np.ndarray, words: np.ndarray) -> None:
+        """Sets words [n] of the rows' parts of `states`."""
+        self._put(self._offsets["states"] + rows.astype(np.int64) * self._state.shape.state_words + columns, words)
+
     def ship(self) -> None:
         """Starts the copy and the scatter, if anything has changed."""
         if not self._indices:
@@ -316,3 +346,30 @@ class DecodeRows:
         """Makes all entries padding, immediately."""
         self._state.batch_rows.fill_(self._state.padding_row)
         self._held[:] = self._state.padding_row
+
+
+class DecodeStates:
+    """The host's copy of `DeviceState.states`, so that only changed words are shipped: a row's pages with its first
+    decode, and two words at each end of a block at which a snapshot is stored."""
+
+    def __init__(self, state: DeviceState, deltas: Deltas) -> None:
+        self._deltas, self._pages = deltas, state.shape.state_pages
+        self._held = np.tile(first_states(state.shape), (state.shape.num_rows, 1))
+
+    @staticmethod
+    def can(states: StateArrays) -> bool:
+        """Whether a decode can store the snapshots: one of each row."""
+        return len(states.snapshot_sequences) < 2 or bool((np.diff(states.snapshot_sequences) > 0).all())
+
+    def place(self, states: StateArrays) -> None:
+        """Makes `states` the inputs of the rows that it is of, once the deltas are shipped."""
+        held, pages = self._held[states.rows], self._pages
+        wanted = held.copy()
+        wanted[:, :pages], wanted[:, pages : 2 * pages] = states.pages, states.sources
+        wanted[:, -4], wanted[:, -3], wanted[:, -1] = states.has_source, states.replayed, -1
+        wanted[states.snapshot_sequences, 2 * pages : 3 * pages] = states.snapshot_pages
+        wanted[states.snapshot_sequences, -1] = states.snapshot_ends
+        at, columns = np.nonzero(wanted != held)
+        if at.size:
+            self._deltas.set_states(states.rows[at], columns, wanted[at, columns])
+            self._held[states.rows] = wanted

@@ -108,7 +108,7 @@ class GpuRank(ModelRank):
             )
         dtype, facts, spec = DTYPES[plan.dtype], self._gpu, self.found.spec
         check_gpu(self._device, dtype, facts)
-        runner_limits(plan, plan.max_model_len)
+        sizes_of(plan)
         elements = weight_elements(spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # A lower bound: while a matrix is being quantised, it also needs its full size.
@@ -144,7 +144,7 @@ class GpuRank(ModelRank):
         plan, decoder = self.plan, self._decoder
         with self._backend.here():
             cache = self._new_cache(plan, num_blocks)
-            limits = runner_limits(plan, max_model_len)
+            limits = runner_limits(plan, max_model_len, cache)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
             self.handle_attachments(self._steps.batch, cache)
@@ -303,18 +303,21 @@ class GpuRank(ModelRank):
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         dtype = cache_dtype(plan, is_program=False)
         groups, spec = plan.model.cache_groups, self.found.spec
-        return kv_cache.allocate(
+        cache = kv_cache.allocate(
             spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups, self._cache_scales
         )
+        rows = plan.max_num_seqs + 1  # that of padding too
+        return kv_cache.with_drafts(cache, spec, self._place, rows, plan.most_drafts, self._device)
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend
         null_block = self._new_cache(plan, 1)
-        limits, capturer = runner_limits(plan, plan.max_model_len), self._capturer(plan)
+        limits, capturer = runner_limits(plan, plan.max_model_len, null_block), self._capturer(plan)
         tokens = plan.max_num_batched_tokens
         runner = runner_kind(self._place)(decoder, null_block, backend.host_side(), limits)
         found = measure(runner, backend.host_side(), limits, tokens, backend.meter(), capturer)
         del runner
+        state_bytes = found.state_bytes + null_block.draft_bytes
         del null_block, capturer
         gc.collect()
         free_bytes, total_bytes = backend.memory()
@@ -323,7 +326,7 @@ class GpuRank(ModelRank):
             available_bytes=free_bytes,
             weights_bytes=decoder.weight_bytes,
             activation_bytes=found.activation_bytes,
-            state_bytes=found.state_bytes,
+            state_bytes=state_bytes,
             graph_bytes=found.graph_bytes,
             device=facts.name,
         )
@@ -347,17 +350,21 @@ def offload_of(plan: Plan, spec: ArchSpec, place: RankCoordinates, backend: Devi
     return Offload(which, backend.host_side(), backend.side_stream())
 
 
-def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
-    """Raises OptionError when the options for graph sizes contradict each other."""
+def sizes_of(plan: Plan) -> tuple[int, ...]:
+    """The batch sizes to capture. Raises OptionError when the options for them contradict each other."""
     options = plan.options
-    sizes = capture_sizes(plan.max_num_seqs, options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
+    return capture_sizes(plan.max_num_seqs, options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
+
+
+def runner_limits(plan: Plan, max_model_len: int, cache: kv_cache.KVCache) -> RunnerLimits:
     return RunnerLimits(
         max_num_seqs=plan.max_num_seqs,
         max_model_len=max_model_len,
         block_size=plan.block_size,
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
-        layers_in_place=tuple(group.layers_in_place for group in plan.model.cache_groups),
-        capture_sizes=sizes,
+        block_factors=cache.factors,
+        capture_sizes=sizes_of(plan),
         most_adapters=min(plan.adapters.max_loras, MOST_USED) if plan.adapters is not None else 0,
+        state_pages=plan.model.cache_groups[-1].pages,
     )

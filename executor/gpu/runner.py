@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from headrace.executor.gpu.device_clock import DeviceClock
-from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
+from headrace.executor.gpu.device_state import (
+    DecodeRows,
+    DecodeStates,
+    Deltas,
+    Device,
+    DeviceState,
+    Staging,
+    StateShape,
+)
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.gpu.sampler import StepEnding, TokenStates, chooser, ending_for
 from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
@@ -61,17 +69,20 @@ class RunnerLimits:
     block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    layers_in_place: tuple[int, ...] = (1,)
-    """For each cache group; see `CacheGroup`."""
+    block_factors: tuple[int, ...] = (1,)
+    """For each cache group with block tables; see `KVCache.factors`."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
     most_adapters: int = 0
     """Of one request; 0: the model's adapters have no slots."""
+    state_pages: int = 0
+    """Of the state of one sequence; 0: the model keeps none."""
 
     @property
     def state_shape(self) -> StateShape:
         max_blocks = -(-self.max_model_len // self.block_size)
-        return StateShape(self.max_num_seqs, max_blocks, len(self.layers_in_place), self.most_adapters)
+        groups = len(self.block_factors)
+        return StateShape(self.max_num_seqs, max_blocks, groups, self.most_adapters, self.state_pages)
 
 
 class GpuRunner:
@@ -99,12 +110,14 @@ class GpuRunner:
             limits.max_model_len,
             limits.block_size,
             limits.eos_token_ids,
-            limits.layers_in_place,
+            limits.block_factors,
+            limits.state_pages,
         )
         self.times = StepTimes()
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
         self._decode_rows = DecodeRows(self.state, self.deltas)
+        self._decode_states = DecodeStates(self.state, self.deltas) if limits.state_pages else None
         self.selection = TokenSelection(device, self._staging, self.batch, self.state, self.tokens, self.steps)
         # A result is read after the next step is submitted, so there is one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
@@ -197,7 +210,7 @@ class GpuRunner:
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
         num_groups, num_rows = self.batch.num_groups, self._limits.max_num_seqs
-        num_blocks = len(new.block_ids) // num_groups
+        num_blocks = len(new.block_ids) // max(1, num_groups)
         tables = np.repeat(np.arange(num_groups) * num_rows + row, num_blocks)
         numbers = self.batch.numbers_in_group(tables, new.block_ids)
         deltas.set_blocks(tables, np.tile(np.arange(num_blocks), num_groups), numbers)
@@ -247,7 +260,9 @@ class GpuRunner:
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         """Starts the model and, if a decode includes it, the choice of tokens; otherwise returns the logits."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
+        states = self.batch.states_of_step
         is_decode = is_decode and not self.batch.inputs.placed(plan)
+        is_decode = is_decode and (states is None or DecodeStates.can(states))
         if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
             ends_with_logits = needs & ~ON_THE_DEVICE or self.batch.handlers.change_logits(plan)
@@ -263,6 +278,8 @@ class GpuRunner:
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
             self._decode_rows.place(plan.rows, size)
+            if self._decode_states is not None and self.batch.states_of_step is not None:
+                self._decode_states.place(self.batch.states_of_step)
             self.deltas.ship()
         if graph is not None:
             with self.times.phase("replay"):
@@ -287,21 +304,25 @@ class GpuRunner:
             arrays = self.batch.arrays(plan, positions)
             adapters = arrays.adapters
             uses = () if adapters is None else tuple(zip(adapters.slots, adapters.scales, strict=True))
+            states, longest = arrays.states, int(plan.num_tokens.max())
             sent = MixedInputs.of(
                 self._staging.send(
                     *(arrays.token_ids, arrays.positions, arrays.query_start),
                     *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
                     *arrays.slot_mapping.astype(np.int32),
                     *(part for use in uses for part in use),
+                    *(() if states is None else states.parts),
                 ),
                 GivenRows.of(arrays.given),
+                len(arrays.slot_mapping),
                 len(uses),
+                longest,
             )
         with self.times.phase("mixed"):
             hidden, logits = self.steps.mixed(
                 sent,
                 _num_blocks(plan, self._limits.block_size),
-                int(plan.num_tokens.max()),
+                longest,
                 feeds_back=positions is None,
             )
         if needs & Needs.PROMPT_LOGPROBS and self.chooses:

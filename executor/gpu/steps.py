@@ -23,7 +23,7 @@ from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choose, StepEnding, choose
 from headrace.executor.sampling.logprobs import Asked, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems
-from headrace.executor.step.inputs import GivenRows, HiddenStateModel, StepInputs
+from headrace.executor.step.inputs import GivenRows, HiddenStateModel, StepInputs, states_of
 from headrace.executor.step.pipeline import StepRows
 from headrace.executor.step.prompt_logprobs import PromptReport
 from headrace.executor.step.result import AddedTokens, assemble
@@ -32,6 +32,7 @@ from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.low_rank import SlottedTokens
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.sampling import TokenLogprobs
+from headrace.kernels.reference.states import StateBatch
 
 TOKEN, BEST, RAW_BEST = 0, 1, 2
 """Columns of `DeviceSteps.results`: token, bits of the row's highest logit, and of the highest before changes."""
@@ -55,13 +56,18 @@ class MixedInputs:
     given: tuple[GivenRows, ...] = ()
     adapters: SlottedTokens | None = None
     """None where no token has any."""
+    states: StateBatch | None = None
+    """For models with layers that keep a state per sequence."""
 
     @classmethod
-    def of(cls, sent: list[Tensor], given: tuple[GivenRows, ...], most_adapters: int = 0) -> MixedInputs:
-        """Takes the fields in order, then one slot mapping per cache group, and at the end slots and scales of the
-        tokens' first adapters, of their second, and so on."""
-        sent, of_adapters = sent[: len(sent) - 2 * most_adapters], sent[len(sent) - 2 * most_adapters :]
-        token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *slots = sent
+    def of(
+        cls, sent: list[Tensor], given: tuple[GivenRows, ...], num_groups: int, most_adapters: int, longest: int
+    ) -> MixedInputs:
+        """Takes the fields in order, then one slot mapping per cache group, slots and scales of the tokens' first
+        adapters, of their second, and so on, and at the end the `StateArrays.parts`, if there are any."""
+        token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *rest = sent
+        slots, rest = rest[:num_groups], rest[num_groups:]
+        of_adapters, of_states = rest[: 2 * most_adapters], rest[2 * most_adapters :]
         scales = (each.view(torch.float32) for each in of_adapters[1::2])
         uses = tuple(zip(of_adapters[0::2], scales, strict=True))
         return cls(
@@ -69,6 +75,7 @@ class MixedInputs:
             slot_mapping=tuple(slots),
             given=given,
             adapters=SlottedTokens(uses) if uses else None,
+            states=states_of(of_states, query_start, longest) if of_states else None,
         )
 
 
@@ -116,6 +123,7 @@ class DeviceSteps:
             block_size=block_size,
             prompt_lens=found.prompt_lens,
             max_query_len=1,
+            states=self._states_of(found.rows, size) if state.shape.state_pages else None,
             adapters=self._adapters_of(found.rows, found.positions, most_adapters) if most_adapters else None,
         )
         logits = self._model.logits(self._model.forward(inputs, self._kv_cache))
@@ -148,6 +156,7 @@ class DeviceSteps:
             prompt_lens=state.prompt_len[rows],
             max_query_len=longest,
             given=sent.given,
+            states=sent.states,
             adapters=sent.adapters,
         )
         hidden = self._model.forward(inputs, self._kv_cache)
@@ -155,6 +164,16 @@ class DeviceSteps:
         if not len(logits_indices):
             return hidden, torch.empty(0, 0, device=hidden.device)
         return hidden, self._model.logits(hidden[logits_indices])
+
+    def _states_of(self, indices: Tensor, size: int) -> StateBatch:
+        """Of one token of each of the decode batch's rows, each of which may have one snapshot. indices: the rows."""
+        pages, starts, rows = self._state.shape.state_pages, self._counting[: size + 1], self._state.batch_rows[:size]
+        words = self._state.states[indices]
+        own, source, snapshot, flags = words.split([pages, pages, pages, words.shape[1] - 3 * pages], dim=1)
+        has_source, replayed, committed, ends = flags.unbind(1)
+        return StateBatch(
+            *(starts, rows, own, source, has_source, replayed, committed, starts, ends, snapshot), max_query_len=1
+        )
 
     def _adapters_of(self, rows: Tensor, positions: Tensor, most: int) -> SlottedTokens:
         """Of one token of each of these rows."""

@@ -474,8 +474,6 @@ class ArchSpec:
     @property
     def cpu_alone(self) -> str:
         """What of the model a CPU alone computes so far, as the object of a sentence; "" if GPUs compute all."""
-        if self.has_states:
-            return "layers that keep a state per sequence"
         return next((mixer.cpu_alone for mixer in self.mixers if mixer.cpu_alone), "")
 
     @property

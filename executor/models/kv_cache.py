@@ -130,6 +130,11 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.memory)
 
+    @property
+    def draft_bytes(self) -> int:
+        """Of `nbytes`, what holds inputs of drafts, however many blocks there are."""
+        return sum(state.drafted.nbytes for state in self.states if state is not None)
+
 
 def cache_groups(
     spec: ArchSpec,
@@ -474,21 +479,28 @@ def _states(
         units = {
             name: KeptUnits(
                 pages.view(getattr(torch, at.kept.dtype)),
-                torch.tensor(at.pages),
-                torch.tensor(at.offsets),
+                torch.tensor(at.pages, device=pages.device),
+                torch.tensor(at.offsets, device=pages.device),
                 at.kept.shape[1:],
             )
             for name, at in places.items()
         }
-        found.append(LayerState(units, torch.empty(0, 0, 0)) if units else None)
+        found.append(LayerState(units, torch.empty(0, 0, 0, device=pages.device)) if units else None)
     return tuple(found)
 
 
-def with_drafts(cache: KVCache, spec: ArchSpec, place: RankCoordinates, num_rows: int, most_drafts: int) -> KVCache:
+def with_drafts(
+    cache: KVCache,
+    spec: ArchSpec,
+    place: RankCoordinates,
+    num_rows: int,
+    most_drafts: int,
+    device: torch.device | str = "cpu",
+) -> KVCache:
     """The cache with room for the inputs of most_drafts drafts of each row, in the layers that keep a state."""
     if not cache.states:
         return cache
-    memory, states = _Memory(cache.num_blocks, cache.block_size, "cpu"), []
+    memory, states = _Memory(cache.num_blocks, cache.block_size, device), []
     mixers = [spec.for_ranks(place.tp_size).layers[layer].mixer for layer in place.layers(spec.num_layers)]
     for index, (mixer, state) in enumerate(zip(mixers, cache.states, strict=True)):
         shape = (num_rows, most_drafts, mixer.draft_elements(place.tp_size))

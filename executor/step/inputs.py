@@ -14,10 +14,9 @@ from torch import Tensor
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.row_inputs import PlacedInput
-from headrace.executor.step.states import StateArrays
 from headrace.ipc.codec import Tensor as Values
 from headrace.kernels.reference.attention import PagedBatch
-from headrace.kernels.reference.states import Snapshot, StateBatch
+from headrace.kernels.reference.states import StateBatch
 
 StepAdapters = Any
 """A `TokenAdapters`, on the host; for a model whose slots are in the device's memory, a `SlottedTokens`. What adds
@@ -117,27 +116,23 @@ class StepInputs:
         longest = int(np.diff(arrays.query_start).max(initial=0))
         for name in ("slot_mapping", "block_tables"):
             tensors[name] = tuple(tensors[name])
-        found = None if states is None else _states_on(device, states, tensors["query_start"])
+        found = None
+        if states is not None:
+            parts = [torch.from_numpy(each).to(device) for each in states.parts]
+            found = states_of(parts, tensors["query_start"], longest)
         return cls(
             block_size=block_size, max_query_len=longest, states=found, given=given, adapters=adapters, **tensors
         )
 
 
-def _states_on(device: torch.device, arrays: StateArrays, query_start: Tensor) -> StateBatch:
-    def on(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    snapshots = zip(arrays.snapshot_sequences.tolist(), arrays.snapshot_ends.tolist(), strict=True)
-    pages = on(arrays.snapshot_pages).long()
+def states_of(parts: Sequence[Tensor], query_start: Tensor, max_query_len: int | None) -> StateBatch:
+    """parts: those of a `StateArrays`, on the device; the others are as in `StepInputs`."""
+    rows, pages, sources, has_source, replayed, committed, starts, ends, kept = parts
+    per_state = len(pages) // len(rows)
     return StateBatch(
-        query_start,
-        on(arrays.rows).long(),
-        on(arrays.pages).long(),
-        on(arrays.sources).long(),
-        on(arrays.has_source),
-        on(arrays.replayed),
-        on(arrays.committed),
-        tuple(Snapshot(sequence, end, pages[index]) for index, (sequence, end) in enumerate(snapshots)),
+        *(query_start, rows, pages.view(-1, per_state), sources.view(-1, per_state), has_source, replayed, committed),
+        *(starts, ends, kept.view(-1, per_state)),
+        max_query_len=max_query_len,
     )
 
 

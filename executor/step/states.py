@@ -13,7 +13,8 @@ from headrace.ipc.step import Drafts, NewRow, StateSnapshots, StepPlan
 
 @dataclass(frozen=True)
 class StateArrays:
-    """A step's inputs of the layers that keep states; the fields are those of `kernels.reference.states.StateBatch`."""
+    """A step's inputs of the layers that keep states; `parts` are the fields of
+    `kernels.reference.states.StateBatch`."""
 
     rows: np.ndarray  # [num_seqs] int32
     pages: np.ndarray  # [num_seqs, pages of a state] int32
@@ -24,6 +25,19 @@ class StateArrays:
     snapshot_sequences: np.ndarray  # [num_snapshots] int32, ascending
     snapshot_ends: np.ndarray  # [num_snapshots] int32
     snapshot_pages: np.ndarray  # [num_snapshots, pages of a state] int32
+
+    @property
+    def snapshot_start(self) -> np.ndarray:
+        """[num_seqs + 1] int32: the first of each sequence's snapshots, and their number."""
+        return np.searchsorted(self.snapshot_sequences, np.arange(len(self.rows) + 1)).astype(np.int32)
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """One-dimensional, int32: what `executor/step/inputs.py:states_of` makes a `StateBatch` of."""
+        return (
+            *(self.rows, self.pages.ravel(), self.sources.ravel(), self.has_source, self.replayed, self.committed),
+            *(self.snapshot_start, self.snapshot_ends, self.snapshot_pages.ravel()),
+        )
 
     def continued(self) -> StateArrays:
         """The inputs of a next step, in which each sequence computes one token further."""

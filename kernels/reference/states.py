@@ -24,43 +24,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Snapshot(NamedTuple):
-    sequence: int
-    end: int
-    """Stored after so many inputs of this step, replayed ones included; at most replayed + committed."""
-    pages: Tensor  # [pages of a state] int64
-
-
 @dataclass(frozen=True, eq=False)
 class StateBatch:
-    """What the states of a step's sequences need, for all layers."""
+    """What the states of a step's sequences need, for all layers: int32 tensors."""
 
     query_start: Tensor
-    """[num_seqs + 1] int32: as in `PagedBatch`"""
+    """[num_seqs + 1]: as in `PagedBatch`"""
     rows: Tensor
-    """[num_seqs] int64: each sequence's row of the batch, which its drafts' inputs are kept by"""
+    """[num_seqs]: each sequence's row of the batch, which its drafts' inputs are kept by"""
     pages: Tensor
-    """[num_seqs, pages of a state] int64: each sequence's own pages"""
+    """[num_seqs, pages of a state]: each sequence's own pages"""
     sources: Tensor
-    """[num_seqs, pages of a state] int64: where its state is read"""
+    """[num_seqs, pages of a state]: where its state is read"""
     has_source: Tensor
-    """[num_seqs] int32: 0 where the state is zeros instead"""
+    """[num_seqs]: 0 where the state is zeros instead"""
     replayed: Tensor
-    """[num_seqs] int32: accepted drafts of the step before, whose inputs are applied first"""
+    """[num_seqs]: accepted drafts of the step before, whose inputs are applied first"""
     committed: Tensor
-    """[num_seqs] int32: tokens of this step before its drafts"""
-    snapshots: tuple[Snapshot, ...] = ()
-    """In order of sequences and ends."""
+    """[num_seqs]: tokens of this step before its drafts"""
+    snapshot_start: Tensor
+    """[num_seqs + 1]: sequence i stores snapshots snapshot_start[i] .. snapshot_start[i + 1]"""
+    snapshot_ends: Tensor
+    """[num_snapshots], ascending within a sequence: a snapshot is stored after so many inputs of this step, replayed
+    ones included; at most replayed + committed. Negative: it is none"""
+    snapshot_pages: Tensor
+    """[num_snapshots, pages of a state]"""
+    max_query_len: int | None = None
+    """As in `PagedBatch`"""
 
     @cached_property
     def sequences(self) -> list[_Sequence]:
-        starts = self.query_start.tolist()
+        starts, firsts = self.query_start.tolist(), self.snapshot_start.tolist()
+        snapshots = list(zip(self.snapshot_ends.tolist(), self.snapshot_pages, strict=True))
         rows, has, replayed, committed = (
             each.tolist() for each in (self.rows, self.has_source, self.replayed, self.committed)
         )
         found = []
         for index, row in enumerate(rows):
-            taken = [each for each in self.snapshots if each.sequence == index]
+            taken = [each for each in snapshots[firsts[index] : firsts[index + 1]] if each[0] >= 0]
             source = self.sources[index] if has[index] else None
             span = slice(starts[index], starts[index + 1])
             found.append(_Sequence(row, span, self.pages[index], source, replayed[index], committed[index], taken))
@@ -74,12 +75,12 @@ class _Sequence(NamedTuple):
     source: Tensor | None
     replayed: int
     committed: int
-    snapshots: list[Snapshot]
+    snapshots: list[tuple[int, Tensor]]
 
     @property
     def stores(self) -> list[tuple[int, Tensor]]:
         """(number of inputs, pages): when the state is stored, and where."""
-        return [(each.end, each.pages) for each in self.snapshots] + [(self.replayed + self.committed, self.pages)]
+        return [*self.snapshots, (self.replayed + self.committed, self.pages)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class KeptUnits:
     shape: tuple[int, ...]
 
     def _places(self, pages: Tensor) -> Tensor:
-        first = pages[self.page] * self.memory.shape[1] + self.offset
+        first = pages[self.page].long() * self.memory.shape[1] + self.offset
         size = int(torch.tensor(self.shape).prod())
         return first[:, None] + torch.arange(size, device=first.device)
 

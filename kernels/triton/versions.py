@@ -180,6 +180,7 @@ VERSIONS = (
     _offer("rotary", "rotary_cache", _why_no_heads),
     _offer("write_cache", "rotary_cache", _why_no_heads),
     _offer("rotary_and_write", "rotary_cache", _why_no_heads),
+    _offer("convolve", "convolve"),
     _offer("activate", "activation"),
     _offer("activate_and_multiply", "activation"),
     _offer("embed", "embedding"),

@@ -14,11 +14,10 @@ from pathlib import Path
 import interpreted_decode
 import pytest
 import torch
-from interpreted_decode import dtype_of, limits_of, load_adapters, model_and_spec, quantised, source_of, tokens_of
+from interpreted_decode import cache_of, limits_of, load_adapters, model_and_spec, quantised, source_of, tokens_of
 from triton_cases import why_not_interpreted
 
 from headrace.executor.cpu.runner import ModelRunner
-from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.step.batch import BatchState
 from headrace.kernels.registry import choose_reference
@@ -34,6 +33,7 @@ NAMES = (
     *("deepseek_v2_moe", "gpt_oss", "gemma3n"),
     *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
     *("llama_biases+adapters", "qwen3+adapters"),
+    "lfm2_biases",
 )
 FUSED = {"activate_and_multiply", "embed", "paged_attention", "rms_norm", "rotary_and_write"}
 EXPERTS = {"embed", "experts", "rms_norm", "route_experts"}
@@ -41,6 +41,7 @@ SERVED = {
     "deepseek_v2_moe": EXPERTS | {"activate_and_multiply", "latent_attention", "rotary", "write_cache"},
     "gpt_oss": EXPERTS | {"paged_attention", "rotary_and_write"},
     "gemma3n": FUSED | {"rotary"},
+    "lfm2_biases": FUSED | {"convolve"},
 }
 
 
@@ -55,26 +56,28 @@ def outcome_of(name: str) -> dict[str, list[list[int]]]:
     return outcome
 
 
-def runner_of(name: str) -> ModelRunner:
-    """Of a CPU's path, without programs."""
+def runner_of(name: str) -> tuple[ModelRunner, int]:
+    """Of a CPU's path, without programs; and the pages of a row's state."""
     model, _, kind = name.partition("+")
     built, spec = model_and_spec(model, kind)
     limits, chosen = limits_of(kind), quantised(choose_reference, kind)
     decoder = Decoder(spec, source_of(built, spec), torch.float32, choose=chosen, adapters=limits)
     if limits is not None:
         load_adapters(built, spec, decoder, limits)
-    cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
-    return ModelRunner(decoder, cache, BatchState(2, 32, 16), vocab_size=spec.vocab_size)
+    cache, pages = cache_of(spec, kind)
+    batch = BatchState(2, 32, 16, factors=cache.factors, state_pages=pages)
+    return ModelRunner(decoder, cache, batch, vocab_size=spec.vocab_size), pages
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str) -> None:
     outcome = outcome_of(name)
     kind = name.partition("+")[2]
-    assert outcome["tokens"] == tokens_of(runner_of(name).step, kind)
+    runner, pages = runner_of(name)
+    assert outcome["tokens"] == tokens_of(runner.step, kind, pages)
     if kind == "adapters":
         assert {"slotted_low_rank", "linear"} <= set(outcome["served"])
-        without = tokens_of(runner_of(name).step)
+        without = tokens_of(runner_of(name)[0].step)
         assert outcome["tokens"][0] != without[0], "the adapters change nothing"
         assert outcome["tokens"][1] == without[1], "a row without adapters has other tokens"
     linear = {f"linear_{kind}".removesuffix("_linear")} if kind in ("int8", "int4", "linear") else set()

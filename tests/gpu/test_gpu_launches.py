@@ -15,7 +15,16 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton has no build for this platform", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("Llama-3.1-8B int4", "Llama-3.1-8B invariant", "Llama-3.1-8B adapters", "Qwen3-30B-A3B", "Gemma-2-9B")
+MODELS = (
+    "Llama-3.1-8B int4",
+    "Llama-3.1-8B invariant",
+    "Llama-3.1-8B adapters",
+    "Qwen3-30B-A3B",
+    "Gemma-2-9B",
+    "LFM2-1.2B",
+)
+OF_STATES = {"LFM2-1.2B": {"convolve_kernel"}}
+"""Kernels of models that keep states."""
 
 
 def test_what_serving_launches_was_compiled_at_the_start() -> None:
@@ -30,6 +39,7 @@ def test_what_serving_launches_was_compiled_at_the_start() -> None:
     for report in reports:
         launched = report["forms"]["start"]
         assert {"attend_kernel", "rotary_cache_kernel", "norm_kernel", "chunk_kernel"} <= set(launched)
+        assert OF_STATES.get(report["name"], set()) <= set(launched)
         assert list(report["forms"]) == ["start"], report
 
 

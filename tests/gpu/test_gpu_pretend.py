@@ -13,6 +13,7 @@ import case_process
 import pretend_cases
 import pytest
 import tiny_models
+import tiny_recurrent
 import torch
 from peft_adapters import PeftModels
 from triton_cases import why_not_interpreted
@@ -30,6 +31,8 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("models")
     for name in (*pretend_cases.MODELS, "llama"):
         tiny_models.save(name, folder / name)
+    for name in pretend_cases.RECURRENT_MODELS:
+        save_recurrent(folder, name)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)
     tiny_models.save("llama", folder / "llama_short_other", seed=3, num_hidden_layers=1)
@@ -37,6 +40,16 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     adapters.make("adapter_plain", seed=1, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     adapters.make("adapter_dora", seed=2, use_dora=True, size=0.1)
     return case_process.failures(request, RUNNER, str(folder))
+
+
+def save_recurrent(folder: Path, name: str) -> None:
+    """The model, and one of its first layers alone."""
+    tiny = tiny_recurrent.FAMILIES[name]
+    tiny_models.make(tiny).save_pretrained(folder / name)
+    layers = {"num_hidden_layers": 2} | (
+        {"layer_types": tiny.config["layer_types"][:2]} if "layer_types" in tiny.config else {}
+    )
+    tiny_models.make(tiny, **layers).save_pretrained(folder / f"{name}_short")
 
 
 @case_process.PATIENT

@@ -34,6 +34,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
+from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.adapters import RowAdapter
 from headrace.kernels import registry
 from headrace.kernels.triton import versions
@@ -63,6 +64,13 @@ GEMMA2 = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
 }  # fmt: skip
+LFM2 = {
+    **{key: value for key, value in LLAMA.items() if key != "hidden_act"},
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048,
+    "intermediate_size": 12288, "vocab_size": 65536, "max_position_embeddings": 128000, "conv_L_cache": 3,
+    "conv_bias": False, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "norm_eps": 1e-5, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True,
+}  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B": (LLAMA, {}),
     "Llama-3.1-8B int4": (LLAMA, {"rounding": Rounding("int4", 32)}),
@@ -73,6 +81,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-0.6B": (QWEN3, {}),
     "Qwen3-30B-A3B": (QWEN3_MOE, {}),
     "Gemma-2-9B": (GEMMA2, {}),
+    "LFM2-1.2B": (LFM2, {}),
 }
 """(config with two layers, options of `LaunchNotes`)"""
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -87,6 +96,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 256, 8192, 16
 MOST_ROWS = 100
+NUM_BLOCKS = 1000
 
 
 class MetaDevice(HostDevice):
@@ -162,10 +172,18 @@ class LaunchNotes:
         with self._noting():
             longest = min(MAX_MODEL_LEN, self._spec.max_positions)
             sizes = MAX_NUM_SEQS, longest, BLOCK_SIZE, self._spec.vocab_size
-            limits = RunnerLimits(*sizes, (2,), most_adapters=self._most_adapters)
             source = Shapes(weight_shapes(self._spec), self._dtype)
             decoder = Decoder(self._spec, source, self._dtype, META, choose=self._choose, adapters=self._adapters)
-            cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
+            groups = kv_cache.cache_groups(self._spec) if self._spec.has_states else kv_cache.ONE_GROUP
+            cache = kv_cache.allocate(self._spec, NUM_BLOCKS, BLOCK_SIZE, self._cached, META, groups=groups)
+            cache = kv_cache.with_drafts(cache, self._spec, SINGLE, MAX_NUM_SEQS + 1, 4, META)
+            limits = RunnerLimits(
+                *sizes,
+                (2,),
+                block_factors=cache.factors,
+                most_adapters=self._most_adapters,
+                state_pages=groups[-1].pages,
+            )
             device = MetaDevice()
             runner = GpuRunner(decoder, cache, device, limits)
             for most_adapters in range(1 + min(1, limits.most_adapters)):
@@ -175,7 +193,7 @@ class LaunchNotes:
             visit_kernels(runner, limits)
             for name, sampling in SAMPLINGS.items():
                 self._phase = name
-                self._serve(runner, sampling)
+                self._serve(runner, sampling, groups[-1].pages)
 
     @property
     def _adapters(self) -> AdapterLimits | None:
@@ -185,10 +203,11 @@ class LaunchNotes:
             max_loras=8, slots=8, max_rank=16, dtype="bfloat16", target_modules=(), in_device_memory=True
         )
 
-    def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
+    def _serve(self, runner: GpuRunner, sampling: dict[str, Any], state_pages: int) -> None:
         """Runs growing batches of requests with prompts of random length, two tokens for each batch. In turn rows
         have no adapter, one, two and so on."""
-        dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
+        dice = np.random.default_rng(0)
+        maker = PlanMaker(block_size=BLOCK_SIZE, state_pages=state_pages, num_blocks=NUM_BLOCKS)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
                 own = dice.integers(3, min(999, self._spec.vocab_size), int(dice.integers(1, 90))).tolist()
@@ -202,6 +221,11 @@ class LaunchNotes:
                 runner.collect()
                 for row in plan.rows[plan.sampled].tolist():
                     maker.tokens[row].append(5)
+        maker.enter(MOST_ROWS, [3, 4, 5], **sampling)
+        for _ in range(2):  # chunks of one token, which sample nothing
+            maker.compute(MOST_ROWS, 1)
+            runner.submit(maker.plan())
+            runner.collect()
         for row in list(maker.tokens):
             maker.release(row)
         runner.submit(maker.plan())

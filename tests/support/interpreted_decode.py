@@ -16,25 +16,27 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 NUM_TOKENS = 3
+NUM_BLOCKS = 32
 REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
     ([7, 8, 9, 10, 11, 12, 13], {"temperature": 0.0}),
     ([5], {"temperature": 0.9, "top_p": 0.8, "seed": 4}),
 )
 
 
-def tokens_of(step: Callable[[Any], Any], kind: str = "") -> list[list[int]]:
-    """Runs REQUESTS through `step`, which maps a plan to its result. Returns the tokens of each request."""
+def tokens_of(step: Callable[[Any], Any], kind: str = "", state_pages: int = 0) -> list[list[int]]:
+    """Runs REQUESTS through `step`, which maps a plan to its result. Returns the tokens of each request. state_pages:
+    of each; the first prompt is then computed in two chunks."""
     from plan_maker import PlanMaker
 
     from headrace.ipc.adapters import RowAdapter
 
-    maker = PlanMaker(block_size=16)
+    maker = PlanMaker(block_size=16, num_rows=2, state_pages=state_pages, num_blocks=NUM_BLOCKS)
     for row, (prompt, sampling) in enumerate(REQUESTS):
         adapters = (RowAdapter(1, 1.0), RowAdapter(0, 0.5)) if kind == "adapters" and row == 0 else ()
         maker.enter(row, list(prompt), adapters=adapters, **sampling)
-    for _ in range(NUM_TOKENS):
+    for index in range(NUM_TOKENS):
         for row in range(len(REQUESTS)):
-            maker.compute(row)
+            maker.compute(row, 4 if state_pages and index == row == 0 else None)
         result = step(maker.plan())
         maker.sampled(result.rows, result.token_ids)
     return [maker.tokens[row] for row in range(len(REQUESTS))]
@@ -43,10 +45,14 @@ def tokens_of(step: Callable[[Any], Any], kind: str = "") -> list[list[int]]:
 def model_and_spec(name: str, kind: str = "") -> tuple[Any, Any]:
     """With adapters a matrix takes much longer, so that there is one layer."""
     import tiny_models
+    import tiny_recurrent
 
     from headrace.executor.models.families import spec_from_config
 
-    model = tiny_models.build(name, **{"num_hidden_layers": 1} if kind == "adapters" else {})
+    if name in tiny_recurrent.FAMILIES:
+        model = tiny_models.make(tiny_recurrent.FAMILIES[name])
+    else:
+        model = tiny_models.build(name, **{"num_hidden_layers": 1} if kind == "adapters" else {})
     return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
@@ -89,6 +95,16 @@ def dtype_of(kind: str) -> Any:
     return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
 
 
+def cache_of(spec: Any, kind: str = "") -> tuple[Any, int]:
+    """A model's cache, with room for a draft of each row, and the pages of a row's state."""
+    from headrace.executor.models import kv_cache
+    from headrace.executor.parallel.rank_place import SINGLE
+
+    groups = kv_cache.cache_groups(spec) if spec.has_states else kv_cache.ONE_GROUP
+    cache = kv_cache.allocate(spec, NUM_BLOCKS, 16, dtype_of(kind), groups=groups)
+    return kv_cache.with_drafts(cache, spec, SINGLE, 2, 1), groups[-1].pages
+
+
 def quantised(choose: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """`choose` with the quantisation of a case's weights."""
     from headrace.executor.gpu.kernels import Rounding, quantising
@@ -104,7 +120,6 @@ def main() -> None:
     from headrace import kernels
     from headrace.executor.gpu.device_state import HostDevice
     from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-    from headrace.executor.models import kv_cache
     from headrace.executor.models.decoder import Decoder
     from headrace.kernels.triton import configs
 
@@ -132,14 +147,17 @@ def main() -> None:
         decoder = Decoder(spec, source_of(model, spec), torch.float32, choose=chosen, adapters=limits)
         if limits is not None:
             load_adapters(model, spec, decoder, limits)
-        cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
-        runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size, most_adapters=2))
+        cache, pages = cache_of(spec, kind)
+        limits_of_runner = RunnerLimits(
+            *(2, 32, 16, spec.vocab_size), block_factors=cache.factors, most_adapters=2, state_pages=pages
+        )
+        runner = GpuRunner(decoder, cache, HostDevice(), limits_of_runner)
 
         def step(plan: Any, runner: GpuRunner = runner) -> Any:
             runner.submit(plan)
             return runner.collect()
 
-        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step, kind)}), flush=True)
+        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step, kind, pages)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ class PlanMaker:
     blocks: dict[int, list[int]] = field(default_factory=dict)
     """The blocks of each row in the first group."""
     next_block: int = 1
+    state_pages: int = 0
+    """Of each row; a row's pages are the last of the pool, those of row 0 first."""
+    num_blocks: int = 0
+    """Of the pool; needed with state pages."""
     _released: list[int] = field(default_factory=list)
     _new: list[NewRow] = field(default_factory=list)
     _appended: list[tuple[int, int]] = field(default_factory=list)
@@ -45,8 +49,11 @@ class PlanMaker:
     @classmethod
     def of(cls, plan: Plan, num_blocks: int) -> PlanMaker:
         """A maker for an executor with this plan and number of blocks."""
-        groups = len(plan.model.cache_groups)
-        return cls(plan.block_size, groups, plan.max_num_seqs, blocks_apart=(num_blocks - 1) // groups)
+        pages = plan.model.cache_groups[-1].pages
+        groups = len(plan.model.cache_groups) - (pages > 0)
+        apart = (num_blocks - 1 - pages * plan.max_num_seqs) // max(1, groups)
+        rows = plan.max_num_seqs
+        return cls(plan.block_size, groups, rows, blocks_apart=apart, state_pages=pages, num_blocks=num_blocks)
 
     def enter(
         self,
@@ -75,6 +82,9 @@ class PlanMaker:
                 task=Generate(sampling=Sampling(max_tokens=99, **sampling)),  # type: ignore[arg-type]
                 seed=seed,
                 adapters=adapters,
+                state_pages=self.num_blocks
+                - self.state_pages * (row + 1)
+                + np.arange(self.state_pages, dtype=np.int32),
             )
         )
 
@@ -127,7 +137,7 @@ class PlanMaker:
         return plan
 
     def _in_groups(self, numbers: list[int], apart: int) -> np.ndarray:
-        return np.concatenate([i32(*numbers) + i32(group * apart) for group in range(self.num_groups)])
+        return np.concatenate([i32(), *(i32(*numbers) + i32(group * apart) for group in range(self.num_groups))])
 
     def _attachments(self, rows: list[int]) -> tuple[Drafts, ...]:
         drafts = [self._drafts[row] for row in rows]

@@ -19,6 +19,8 @@ from typing import Any
 from case_process import cases_of, run_cases
 
 MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm", "llama_biases", "smollm3")
+RECURRENT_MODELS = ("lfm2",)
+"""Those of `tiny_recurrent`."""
 """The models of `tiny_models` that need different work of the device."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
@@ -124,6 +126,10 @@ def long_case_tokens_of_qwen3(folder: Path) -> None:
 
 def long_case_tokens_of_opt_with_norms_after(folder: Path) -> None:
     tokens_of(folder / "opt_projected_post_norm")
+
+
+def case_tokens_of_lfm2_whose_rows_have_states(folder: Path) -> None:
+    tokens_of(folder / "lfm2")
 
 
 def case_everything_that_follows_logits(folder: Path) -> None:
@@ -260,7 +266,9 @@ def long_case_adapters(folder: Path) -> None:
     compare(answers_of(executor, plain), answers_of(on_cpu, plain))
 
 
-def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], **options: Any) -> Any:
+def engines(
+    folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], model: str = "llama", **options: Any
+) -> Any:
     """Checks that a CPU engine and the simulated GPU's engine give the same tokens. Returns a description of the
     latter's worker afterwards."""
     from headrace import LLM, SamplingParams
@@ -276,12 +284,13 @@ def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any],
     ]
     answers = []
     for backend, more in (("uni", {}), ("pretend_engine:PretendGpu", gpu_options)):
-        with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings, **more) as llm:
+        with LLM(str(folder / model), distributed_executor_backend=backend, **settings, **more) as llm:
             outputs = llm.generate(asked, params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
             stats = llm.get_stats()
             found = {**llm.describe_engine().workers[0], "num_preemptions": stats.num_preemptions}
-            found["num_draft_tokens"] = stats.num_draft_tokens
+            found["num_draft_tokens"], found["num_accepted"] = stats.num_draft_tokens, stats.num_accepted_tokens
+            found["num_cached"] = sum(output.num_cached_tokens or 0 for output in outputs)
     assert answers[0] == answers[1]
     return found
 
@@ -302,6 +311,46 @@ def case_an_engine_that_speculates(folder: Path) -> None:
     found = engines(folder, prompts, {"speculative_config": config}, num_gpu_blocks_override=60)
     assert found["num_draft_tokens"] > 5
     assert found["graphs"] > 1
+
+
+def case_an_engine_with_states_in_little_memory(folder: Path) -> None:
+    """Prompts in chunks, requests that give way, and those that start from states that others have left."""
+    prompts = [[*range(20, 33), 3 + index, *range(40, 50)] for index in range(6)]
+    options = {"max_num_batched_tokens": 16, "enable_prefix_caching": True}
+    for model in RECURRENT_MODELS:
+        found = engines(folder, prompts, {}, model, num_gpu_blocks_override=30, **options)
+        assert found["num_preemptions"] > 0, model
+        assert found["num_cached"] > 0, model
+        assert found["graphs"] > 1, model
+
+
+def case_an_engine_with_states_that_speculates(folder: Path) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
+    from headrace.core.schedule.drafters import step_costs
+
+    step_costs.SHORTEST_S = math.inf  # what this machine's steps take decides about no draft
+    for model in RECURRENT_MODELS:
+        found = engines(folder, prompts, {"speculative_config": config}, model, num_gpu_blocks_override=60)
+        assert 0 < found["num_accepted"] < found["num_draft_tokens"], model
+        assert found["graphs"] > 1, model
+
+
+def long_case_states_after_sleep(folder: Path) -> None:
+    from pretend_engine import drive, executor_for
+
+    from headrace.ipc.control import Sleep, WakeUp
+
+    for model in RECURRENT_MODELS:
+        executor, asked = executor_for(folder / model, enable_sleep_mode=True), requests()
+        wanted = drive(executor_for(folder / model, "cpu"), asked, 1)
+        for level in (1, 2):
+            executor.control(Sleep(level=level))
+            executor.control(WakeUp())
+            capture_all(executor)
+            answers = drive(executor, asked, 2)
+            check_steps(answers)
+            compare(answers, wanted)
 
 
 def case_launches_of_a_captured_llama_step(folder: Path) -> None:
@@ -329,6 +378,11 @@ def case_launches_of_a_captured_llama_step(folder: Path) -> None:
 
 def long_case_kernels_are_interpreted(folder: Path) -> None:
     """Interprets all kernels of a step as a device would be given them, for a device of few multiprocessors."""
+    for model in ("llama_short", *(f"{each}_short" for each in RECURRENT_MODELS)):
+        interpreted(folder / model)
+
+
+def interpreted(folder: Path) -> None:
     import torch
     from pretend_cuda import GPU
     from pretend_engine import Request, drive, executor_for
@@ -336,12 +390,12 @@ def long_case_kernels_are_interpreted(folder: Path) -> None:
     from headrace.kernels.triton import configs
 
     asked = [Request(GREEDY[:5]), Request([5], {"temperature": 0.9, "top_p": 0.8}, seed=4)]
-    wanted = drive(executor_for(folder / "llama_short", "cpu"), asked, 1, 3)
+    wanted = drive(executor_for(folder, "cpu"), asked, 1, 3)
     properties: Any = torch.cuda.get_device_properties(0)
     properties.multi_processor_count, GPU.interpreting = 2, True
     configs._cuda_device.cache_clear()
     try:
-        executor = executor_for(folder / "llama_short", cudagraph_capture_sizes=(2,), max_num_batched_tokens=8)
+        executor = executor_for(folder, cudagraph_capture_sizes=(2,), max_num_batched_tokens=8)
         capture_all(executor)
         answers = drive(executor, asked, 2, 3)
     finally:

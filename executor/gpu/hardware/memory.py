@@ -8,13 +8,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, GraphKey
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.gpu.steps import MixedInputs
+from headrace.executor.step.inputs import states_of
+from headrace.executor.step.states import StateArrays
 from headrace.kernels.low_rank import SlottedTokens
+from headrace.kernels.reference.states import StateBatch
 
 CHOICES_CAPTURED = 2
 """Number of `StepEnding`s for which graphs are usually captured: greedy, and what the model's defaults ask for."""
@@ -93,10 +97,26 @@ def largest_prefill(
     slots = torch.arange(total, dtype=torch.int32, device=device.device) % limits.block_size
     slot, scale = torch.zeros_like(slots), torch.ones(total, device=device.device)
     adapters = SlottedTokens(((slot, scale),) * most_adapters) if most_adapters else None
-    sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place), adapters=adapters)  # type: ignore[arg-type]
+    sent = MixedInputs(
+        **tensors,  # type: ignore[arg-type]
+        slot_mapping=(slots,) * len(limits.block_factors),
+        adapters=adapters,
+        states=_states(limits, device, tensors["query_start"], counts) if limits.state_pages else None,
+    )
     _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
     runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), StepEnding.TRUNCATE)
     runner.state.num_computed.zero_()
+
+
+def _states(limits: RunnerLimits, device: Device, query_start: Tensor, counts: list[int]) -> StateBatch:
+    """Of sequences that compute so many tokens from nothing, all in block 0."""
+    zeros = np.zeros(len(counts), np.int32)
+    pages, snapshots = np.zeros((len(counts), limits.state_pages), np.int32), zeros[:0]
+    arrays = StateArrays(
+        *(zeros, pages, pages, zeros, zeros, np.array(counts, np.int32)), snapshots, snapshots, pages[:0]
+    )
+    parts = [torch.from_numpy(each).to(device.device) for each in arrays.parts]
+    return states_of(parts, query_start, max(counts))
 
 
 def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | None) -> int:

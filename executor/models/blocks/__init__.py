@@ -454,6 +454,7 @@ class Mixer(Block):
 class StateMixer(Mixer):
     """A mixer that keeps a state per sequence. Ranks divide its channels evenly, without padding."""
 
+    cpu_alone = "a recurrence without kernels for GPUs"
     num_heads: int = 0
     rope: None = None
     sliding_window: None = None
@@ -466,6 +467,8 @@ class StateMixer(Mixer):
 @dataclass(frozen=True)
 class NoMixer(StateMixer):
     """In a layer that is an FFN alone: nothing, and no norm before it."""
+
+    cpu_alone = ""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return {}

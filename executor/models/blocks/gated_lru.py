@@ -45,6 +45,8 @@ class Lru(Declared):
 class GatedLru(StateMixer):
     """output(recurrence(convolution(x)) * activation(y)), where x and y are projections of the layer's input."""
 
+    cpu_alone = "gated linear recurrent units"
+
     heads: int = 0
     head_dim: int = 0
     conv_width: int = 4

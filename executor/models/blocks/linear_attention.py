@@ -82,6 +82,8 @@ class DeltaRule(StateMixer):
     """A gated delta network's mixer: a short convolution of queries, keys and values, the recurrence, and a gated norm
     of each head. Names of weights are relative to `at`."""
 
+    cpu_alone = "a gated delta rule"
+
     heads: int = 0
     """Heads of values."""
     key_heads: int = 0
@@ -203,6 +205,8 @@ class DeltaRule(StateMixer):
 class Lightning(StateMixer):
     """Lightning attention: keys and values are added as they are, and each head's states decay at a rate of its own; a
     norm of all heads as one row, and a gate."""
+
+    cpu_alone = "lightning attention"
 
     heads: int = 0
     head_dim: int = 0

@@ -33,6 +33,10 @@ class AttentionAndState(Mixer):
         return self.attention.sliding_window
 
     @property
+    def cpu_alone(self) -> str:  # type: ignore[override]
+        return self.attention.cpu_alone or self.recurrent.cpu_alone
+
+    @property
     def cache(self) -> TokenCache:
         return self.attention.cache
 

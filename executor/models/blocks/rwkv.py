@@ -76,6 +76,8 @@ class Ranks:
 class TimeMix(StateMixer):
     """RWKV-7's attention, with the norm before it."""
 
+    cpu_alone = "RWKV-7's recurrence"
+
     PARTS: ClassVar[Mapping[str, str]] = {
         "receptance": "x_r", "decays": "x_w", "keys": "x_k", "values": "x_v", "rates": "x_a", "gate": "x_g"
     }  # fmt: skip

@@ -38,6 +38,8 @@ class Selective(StateMixer):
     """A short convolution, projections of its result to time steps, B and C, and the recurrence. Names of weights are
     relative to `at`."""
 
+    cpu_alone = "Mamba's selective scan"
+
     channels: int = 0
     state_size: int = 16
     rank: int = 0

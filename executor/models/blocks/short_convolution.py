@@ -45,6 +45,7 @@ PARTS = ("conv.in_b", "conv.in_c", "conv.in_x")
 class ShortConv(StateMixer):
     """output(c * convolution(b * x)), where b, c and x are projections of the layer's input."""
 
+    cpu_alone = ""
     channels: int = 0
     width: int = 3
     """A token's convolution reads its own input and the width - 1 inputs before it."""

@@ -265,8 +265,7 @@ class StateOps:
 
 
 def _states_of(batch: StateBatch) -> tuple[StateStepC, object]:
-    snapshots = batch.snapshots
-    pages = [each.pages for each in snapshots]
+    sequences = torch.arange(len(batch.rows)).repeat_interleave(batch.snapshot_start.diff())
     tensors = {
         "rows": batch.rows,
         "pages": batch.pages,
@@ -274,12 +273,12 @@ def _states_of(batch: StateBatch) -> tuple[StateStepC, object]:
         "has_source": batch.has_source,
         "replayed": batch.replayed,
         "committed": batch.committed,
-        "snapshot_sequences": torch.tensor([each.sequence for each in snapshots]),
-        "snapshot_ends": torch.tensor([each.end for each in snapshots]),
-        "snapshot_pages": torch.stack(pages) if pages else torch.empty(0),
+        "snapshot_sequences": sequences,
+        "snapshot_ends": batch.snapshot_ends,
+        "snapshot_pages": batch.snapshot_pages,
     }
     kept = {name: tensor.to(torch.int32).contiguous() for name, tensor in tensors.items()}
-    found = StateStepC(num_snapshots=len(snapshots), pages_per_state=batch.pages.shape[1])
+    found = StateStepC(num_snapshots=len(sequences), pages_per_state=batch.pages.shape[1])
     for name, tensor in kept.items():
         setattr(found, name, pointer(tensor))
     return found, kept

@@ -1,0 +1,122 @@
+"""Triton's kernels of layers that keep a state per sequence: against their references, and bitwise the same however
+tokens are divided among steps, with replayed drafts and from snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from state_ops import CASES, Case, Part, in_chunks, kept, run
+from torch import Tensor
+
+from headrace.kernels.triton.convolve import convolve
+
+OPS: dict[str, Callable[..., Tensor]] = {"convolve": convolve}
+SERVED = {name: case for name, case in CASES.items() if case.op in OPS}
+
+
+def op_of(case: Case) -> Callable[..., Tensor]:
+    return OPS[case.op]
+
+
+def case_results_states_and_drafts_are_the_references() -> None:
+    for name, case in SERVED.items():
+        for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):
+            inputs = [tuple(each.to(dtype) for each in case.inputs(40, seed)) for seed in range(3)]
+            parts = [
+                Part(0, 0, 40, drafts=2, snapshots=((16, 5), (37, 6))),
+                Part(1, 0, 20, snapshots=((20, 7),)),
+                Part(2, 0, 1, snapshots=((-1, 0), (0, 8), (1, 9))),
+            ]
+            ours, theirs = case.state(), case.state()
+            found, wanted = (
+                torch.cat(run(case, op, state, parts, inputs)).float()
+                for op, state in ((op_of(case), ours), (case.reference, theirs))
+            )
+            torch.testing.assert_close(found, wanted, rtol=bound, atol=bound, msg=name)
+            for number in (0, 1, 2, 5, 6, 7, 9):
+                torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=2e-5, atol=2e-5)
+            assert not kept(case, ours, 8).any(), "before the first token"
+            torch.testing.assert_close(ours.drafted, theirs.drafted, equal_nan=True, rtol=1e-6, atol=1e-6)
+            for mine, other in zip(ours.kept.values(), theirs.kept.values(), strict=True):
+                nothing = other.memory.isnan() & (kept_places(mine, 8) == 0)
+                assert torch.equal(mine.memory.isnan(), nothing), "nothing else is written"
+
+
+def kept_places(units: Any, number: int) -> Tensor:
+    """1 in the shape of the memory, where a number's state lies."""
+    marked = replace(units, memory=torch.zeros_like(units.memory))
+    from state_ops import pages
+
+    marked.write(pages(number), torch.ones(len(units.page), *units.shape))
+    return marked.memory
+
+
+def case_states_of_16_bits_are_rounded_where_a_step_keeps_them() -> None:
+    for case in SERVED.values():
+        inputs = [case.inputs(40, seed) for seed in range(2)]
+        steps = [
+            [Part(0, 0, 20, snapshots=((16, 5),)), Part(1, 0, 23, drafts=2)],
+            [Part(0, 20, 20, source=5), Part(1, 23, 1, replayed=2, source=1)],
+        ]
+        ours, theirs = case.state(torch.bfloat16), case.state(torch.bfloat16)
+        for parts in steps:
+            found, wanted = (
+                torch.cat(run(case, op, state, parts, inputs))
+                for op, state in ((op_of(case), ours), (case.reference, theirs))
+            )
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+            for number in (0, 1, 5):
+                step = 4 * torch.finfo(torch.bfloat16).eps
+                torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=step, atol=step)
+
+
+def case_results_and_states_do_not_depend_on_the_chunks() -> None:
+    for case in SERVED.values():
+        inputs, op, whole = [case.inputs(40)], op_of(case), case.state()
+        wanted = in_chunks(case, op, inputs, 40, whole)
+        for size in (1, 3, 16, 17):
+            chunked = case.state()
+            assert torch.equal(in_chunks(case, op, inputs, size, chunked), wanted), size
+            assert torch.equal(kept(case, chunked, 0), kept(case, whole, 0)), size
+
+
+def case_results_do_not_depend_on_the_batch() -> None:
+    for case in SERVED.values():
+        inputs, op = [case.inputs(24, seed) for seed in range(3)], op_of(case)
+        alone = [in_chunks(case, op, [each], 24, case.state()) for each in inputs]
+        state = case.state()
+        first = run(case, op, state, [Part(seq, 0, 5 + 7 * seq) for seq in range(3)], inputs)
+        rest = run(case, op, state, [Part(seq, 5 + 7 * seq, 19 - 7 * seq, source=seq) for seq in range(3)], inputs)
+        for parts in zip(first, rest, alone, strict=True):
+            assert torch.equal(torch.cat(parts[:2]), parts[2])
+
+
+def case_accepted_drafts_are_replayed_and_others_leave_no_trace() -> None:
+    for case in SERVED.values():
+        inputs, others, op, wanted_state = case.inputs(36), case.inputs(36, seed=1), op_of(case), case.state()
+        wanted = in_chunks(case, op, [inputs], 36, wanted_state)
+        for accepted in (0, 1, 3):
+            state = case.state()
+            found = run(case, op, state, [Part(0, 0, 20)], [inputs])
+            # A step of one token and three drafts, of which only the first `accepted` are the sequence's own.
+            known = 21 + accepted
+            guessed = tuple(torch.cat([own[:known], other[known:]]) for own, other in zip(inputs, others, strict=True))
+            found.append(run(case, op, state, [Part(0, 20, 4, drafts=3, source=0)], [guessed])[0][: 1 + accepted])
+            # The next is of one token, and a snapshot is taken as the replay passes it.
+            one = Part(0, known, 1, replayed=accepted, source=0, snapshots=((accepted, 8), (accepted + 1, 9)))
+            found += run(case, op, state, [one], [inputs])
+            found += run(case, op, state, [Part(0, known + 1, 3, drafts=2, source=0)], [inputs])
+            found += run(case, op, state, [Part(0, known + 4, 32 - known, replayed=2, source=0)], [inputs])
+            assert torch.equal(torch.cat(found), wanted)
+            assert torch.equal(kept(case, state, 0), kept(case, wanted_state, 0))
+            # Another sequence begins at a snapshot, which stays as it is.
+            for number, first in ((8, known), (9, known + 1)):
+                before = kept(case, state, number)
+                part = Part(1, first, 36 - first, source=number)
+                again = run(case, op, state, [part], [inputs, inputs])[0]
+                assert torch.equal(again, wanted[first:])
+                assert torch.equal(kept(case, state, number), before)
+                assert torch.equal(kept(case, state, 1), kept(case, wanted_state, 0))
