@@ -71,6 +71,20 @@ LFM2 = {
     "conv_bias": False, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
     "norm_eps": 1e-5, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True,
 }  # fmt: skip
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 1024, "num_heads": 32,
+    "head_dim": 64, "state_size": 128, "n_groups": 1, "num_hidden_layers": 2, "vocab_size": 50288, "expand": 2,
+    "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "hidden_act": "silu", "tie_word_embeddings": True,
+    "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN3_MOE, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B": (LLAMA, {}),
     "Llama-3.1-8B int4": (LLAMA, {"rounding": Rounding("int4", 32)}),
@@ -82,6 +96,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-30B-A3B": (QWEN3_MOE, {}),
     "Gemma-2-9B": (GEMMA2, {}),
     "LFM2-1.2B": (LFM2, {}),
+    "Mamba2-370M": (MAMBA2, {}),
+    "Qwen3-Next": (QWEN3_NEXT, {}),
 }
 """(config with two layers, options of `LaunchNotes`)"""
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -190,7 +206,7 @@ class LaunchNotes:
                 largest_prefill(runner, device, limits, MAX_MODEL_LEN, most_adapters)
             runner.steps.decode(MAX_NUM_SEQS, StepEnding.TRUNCATE)
             runner.selection.visit(MAX_NUM_SEQS)
-            visit_kernels(runner, limits)
+            visit_kernels(runner, device, limits, MAX_MODEL_LEN)
             for name, sampling in SAMPLINGS.items():
                 self._phase = name
                 self._serve(runner, sampling, groups[-1].pages)
@@ -207,7 +223,8 @@ class LaunchNotes:
         """Runs growing batches of requests with prompts of random length, two tokens for each batch. In turn rows
         have no adapter, one, two and so on."""
         dice = np.random.default_rng(0)
-        maker = PlanMaker(block_size=BLOCK_SIZE, state_pages=state_pages, num_blocks=NUM_BLOCKS)
+        groups = runner.batch.num_groups
+        maker = PlanMaker(BLOCK_SIZE, groups, state_pages=state_pages, num_blocks=NUM_BLOCKS)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
                 own = dice.integers(3, min(999, self._spec.vocab_size), int(dice.integers(1, 90))).tolist()

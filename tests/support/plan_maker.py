@@ -154,5 +154,6 @@ class PlanMaker:
 
     def _take(self, count: int) -> list[int]:
         self.next_block += max(count, 0)
-        assert self.num_groups == 1 or self.next_block - 1 <= self.blocks_apart, "groups' blocks are not apart"
+        is_alone = self.num_groups == 1 and not self.state_pages
+        assert is_alone or self.next_block - 1 <= self.blocks_apart, "groups' blocks are not apart"
         return list(range(self.next_block - max(count, 0), self.next_block))

@@ -58,14 +58,18 @@ def measure(
         peaks.append(meter.peak_bytes(lambda: runner.selection.visit(limits.max_num_seqs)))
     if limits.most_adapters:
         peaks.append(meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens, 1)))
-    visit_kernels(runner, limits)
+    visit_kernels(runner, device, limits, max_num_batched_tokens)
     state_bytes = runner.state.nbytes + runner.tokens.nbytes + runner.steps.results.nbytes
     return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
 
 
-def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
+def visit_kernels(runner: GpuRunner, device: Device, limits: RunnerLimits, max_num_batched_tokens: int) -> None:
     """Launches the other kernels of steps, so that no request waits for a compiler later: there are kernels for each
     `StepEnding`, and some for batches up to a power of two."""
+    num_tokens = 2 * limits.max_num_seqs
+    while num_tokens < max_num_batched_tokens:
+        largest_prefill(runner, device, limits, num_tokens)
+        num_tokens *= 2
     sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
     for size in sizes:
         for most_adapters in range(1 + min(1, limits.most_adapters)):  # further ones launch the same again
