@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -29,10 +30,11 @@ from headrace.kernels.low_rank import SlotLimits, SlottedTokens
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.latent import LatentUp
+from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
-from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, StateBatch
+from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, StateBatch
 from headrace.kernels.triton import (
     activation,
     attention,
@@ -41,6 +43,7 @@ from headrace.kernels.triton import (
     embedding,
     latent,
     linear,
+    linear_attention,
     logits,
     logprobs,
     low_rank,
@@ -48,6 +51,7 @@ from headrace.kernels.triton import (
     norms,
     rotary_cache,
     sampling,
+    scan,
 )
 
 RESULTS = Path(__file__).parent / "results" / "triton_resources.json"
@@ -346,7 +350,7 @@ def states_of(
     units: int, shape: tuple[int, ...], num_tokens: int, num_seqs: int, stored: torch.dtype = FP32
 ) -> tuple[StateBatch, LayerState]:
     """A layer's states, and what a step of decodes needs of them if there are as many tokens as sequences."""
-    kept = KeptUnits(meta(1000, 65536, dtype=stored), *(meta(units, dtype=INT64) for _ in range(2)), shape)
+    kept = KeptUnits(meta(1000, 65536, dtype=stored), meta(units, dtype=INT64), meta(units, dtype=INT64), shape)
     state = LayerState({"history": kept, "state": kept}, meta(257, 4, 16384, dtype=FP32))
     starts, rows, pages = meta(num_seqs + 1, dtype=INT32), meta(num_seqs, dtype=INT32), meta(num_seqs, 3, dtype=INT32)
     longest = 1 if num_tokens == num_seqs else 512
@@ -362,8 +366,55 @@ def convolve_of(channels: int, width: int, num_tokens: int, num_seqs: int, *, ga
     return lambda: convolve.convolve(x, params, *states)
 
 
+def scan_of(sizes: tuple[int, int, int, int], num_tokens: int, num_seqs: int, **options: Any) -> Run:
+    """sizes: heads, their size, size of the state, groups."""
+    heads, head_dim, size, groups = sizes
+    each = meta(heads, dtype=FP32)
+    params = ScanParams(each, each, each, (0.0, math.inf), heads, head_dim, size, groups, 0)
+    states = states_of(heads, (head_dim, size), num_tokens, num_seqs, **options)
+    inner = heads * head_dim
+    mixed, steps, gate = (meta(num_tokens, columns) for columns in (inner + 2 * groups * size, heads, inner))
+    return lambda: scan.scan(mixed, steps, gate, params, *states)
+
+
+def linear_attention_of(
+    num_heads: int, decays: int, num_tokens: int, num_seqs: int, *, is_delta: bool = True, **options: Any
+) -> Run:
+    """Heads of 128 values, half as many of keys; decays: columns of each head."""
+    params = LinearAttentionParams(
+        num_heads=num_heads,
+        num_key_heads=num_heads // 2,
+        key_of_head=meta(num_heads, dtype=INT64),
+        key_dim=128,
+        value_dim=128,
+        decay=meta(num_heads, dtype=FP32),
+        decay_bias=meta(num_heads * decays, dtype=FP32) if decays else None,
+        correction=1.0 if is_delta else 0.0,
+        unit_keys=is_delta,
+        scale=128**-0.5,
+        decay_floor=0.0,
+        first_draft_element=0,
+    )
+    states = states_of(num_heads, (128, 128), num_tokens, num_seqs, **options)
+    mixed, each, rates = (meta(num_tokens, n) for n in (sum(params.parts), num_heads * decays, num_heads))
+    given = each if decays else None, rates if is_delta else None
+    return lambda: linear_attention.linear_attention(mixed, *given, params, *states)
+
+
+MAMBA2, NEMOTRON = (32, 64, 128, 1), (128, 64, 128, 8)
+"""Of Mamba2-370M and Nemotron-H-8B."""
+
+
 def state_cases() -> dict[str, Run]:
     return {
+        "scan Mamba2 decode": scan_of(MAMBA2, 256, 256),
+        "scan Mamba2 mixed": scan_of(MAMBA2, 8192, 64),
+        "gated delta Qwen3-Next decode": linear_attention_of(32, 1, 256, 256),
+        "gated delta Qwen3-Next mixed": linear_attention_of(32, 1, 8192, 64),
+        "gated delta Qwen3-Next mixed, states of 16 bits": linear_attention_of(32, 1, 8192, 64, stored=BF16),
+        "delta with decays of channels, mixed": linear_attention_of(32, 128, 8192, 64),
+        "lightning attention mixed": linear_attention_of(64, 0, 8192, 64, is_delta=False),
+        "scan Nemotron-H mixed, states of 16 bits": scan_of(NEMOTRON, 8192, 64, stored=BF16),
         "convolve LFM2 decode": convolve_of(2048, 3, 256, 256, gated=True),
         "convolve LFM2 mixed": convolve_of(2048, 3, 8192, 64, gated=True),
         "convolve LFM2 mixed, states of 16 bits": convolve_of(2048, 3, 8192, 64, gated=True, stored=BF16),

@@ -62,7 +62,9 @@ from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STATES_ON_GPUS = "short convolutions (LFM2)"
+STATES_ON_GPUS = (
+    "short convolutions (LFM2), Mamba 2's recurrence and linear attention (Qwen3-Next, Qwen3.5, Kimi-Linear)"
+)
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 

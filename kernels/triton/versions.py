@@ -181,6 +181,8 @@ VERSIONS = (
     _offer("write_cache", "rotary_cache", _why_no_heads),
     _offer("rotary_and_write", "rotary_cache", _why_no_heads),
     _offer("convolve", "convolve"),
+    _offer("scan", "scan"),
+    _offer("linear_attention", "linear_attention"),
     _offer("activate", "activation"),
     _offer("activate_and_multiply", "activation"),
     _offer("embed", "embedding"),

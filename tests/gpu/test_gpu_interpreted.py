@@ -33,7 +33,7 @@ NAMES = (
     *("deepseek_v2_moe", "gpt_oss", "gemma3n"),
     *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
     *("llama_biases+adapters", "qwen3+adapters"),
-    "lfm2_biases",
+    *("lfm2_biases", "mamba2", "qwen3_5"),
 )
 FUSED = {"activate_and_multiply", "embed", "paged_attention", "rms_norm", "rotary_and_write"}
 EXPERTS = {"embed", "experts", "rms_norm", "route_experts"}
@@ -42,6 +42,8 @@ SERVED = {
     "gpt_oss": EXPERTS | {"paged_attention", "rotary_and_write"},
     "gemma3n": FUSED | {"rotary"},
     "lfm2_biases": FUSED | {"convolve"},
+    "mamba2": {"convolve", "scan", "embed", "rms_norm"},
+    "qwen3_5": FUSED | {"convolve", "linear_attention"},
 }
 
 
@@ -56,8 +58,8 @@ def outcome_of(name: str) -> dict[str, list[list[int]]]:
     return outcome
 
 
-def runner_of(name: str) -> tuple[ModelRunner, int]:
-    """Of a CPU's path, without programs; and the pages of a row's state."""
+def runner_of(name: str) -> tuple[ModelRunner, int, int]:
+    """Of a CPU's path, without programs; the pages of a row's state, and the cache groups with block tables."""
     model, _, kind = name.partition("+")
     built, spec = model_and_spec(model, kind)
     limits, chosen = limits_of(kind), quantised(choose_reference, kind)
@@ -66,15 +68,15 @@ def runner_of(name: str) -> tuple[ModelRunner, int]:
         load_adapters(built, spec, decoder, limits)
     cache, pages = cache_of(spec, kind)
     batch = BatchState(2, 32, 16, factors=cache.factors, state_pages=pages)
-    return ModelRunner(decoder, cache, batch, vocab_size=spec.vocab_size), pages
+    return ModelRunner(decoder, cache, batch, vocab_size=spec.vocab_size), pages, len(cache.factors)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str) -> None:
     outcome = outcome_of(name)
     kind = name.partition("+")[2]
-    runner, pages = runner_of(name)
-    assert outcome["tokens"] == tokens_of(runner.step, kind, pages)
+    runner, pages, groups = runner_of(name)
+    assert outcome["tokens"] == tokens_of(runner.step, kind, pages, groups)
     if kind == "adapters":
         assert {"slotted_low_rank", "linear"} <= set(outcome["served"])
         without = tokens_of(runner_of(name)[0].step)

@@ -22,13 +22,11 @@ from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
 from headrace.ipc.failure import ModelError
 
-NAMES = ("lfm2", "lfm2_moe")
+NAMES = ("lfm2", "lfm2_moe", "mamba2", "falcon_h1", "nemotron_h", "qwen3_next", "kimi_linear", "minimax")
 REFUSED = {
-    "mamba2": "Mamba 2's recurrence",
-    "falcon_h1": "Mamba 2's recurrence",
-    "qwen3_next": "a gated delta rule",
     "jamba": "Mamba's selective scan",
-    "minimax": "lightning attention",
+    "recurrent_gemma": "gated linear recurrent units",
+    "zamba2": "a transformer that layers share",
 }
 ONE = "gpu_parts:GpuOnCpuExecutor"
 THREADS = f"{GpuRankThreads.__module__}:{GpuRankThreads.__name__}"

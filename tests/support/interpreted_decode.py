@@ -23,14 +23,14 @@ REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
 )
 
 
-def tokens_of(step: Callable[[Any], Any], kind: str = "", state_pages: int = 0) -> list[list[int]]:
+def tokens_of(step: Callable[[Any], Any], kind: str = "", state_pages: int = 0, groups: int = 1) -> list[list[int]]:
     """Runs REQUESTS through `step`, which maps a plan to its result. Returns the tokens of each request. state_pages:
-    of each; the first prompt is then computed in two chunks."""
+    of each; the first prompt is then computed in two chunks. groups: cache groups with block tables."""
     from plan_maker import PlanMaker
 
     from headrace.ipc.adapters import RowAdapter
 
-    maker = PlanMaker(block_size=16, num_rows=2, state_pages=state_pages, num_blocks=NUM_BLOCKS)
+    maker = PlanMaker(16, groups, num_rows=2, state_pages=state_pages, num_blocks=NUM_BLOCKS)
     for row, (prompt, sampling) in enumerate(REQUESTS):
         adapters = (RowAdapter(1, 1.0), RowAdapter(0, 0.5)) if kind == "adapters" and row == 0 else ()
         maker.enter(row, list(prompt), adapters=adapters, **sampling)
@@ -157,7 +157,8 @@ def main() -> None:
             runner.submit(plan)
             return runner.collect()
 
-        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step, kind, pages)}), flush=True)
+        tokens = tokens_of(step, kind, pages, len(cache.factors))
+        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens}), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.ipc.adapters import RowAdapter
 from headrace.kernels.registry import choose_reference
 
-NUM_BLOCKS = 64
+NUM_BLOCKS = 128
 BLOCK_SIZE = 4
 NEW_TOKENS = 6
 
@@ -55,7 +55,7 @@ class Answers:
 
 
 def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
-    """Makes a rank that is loaded and has 64 blocks allocated.
+    """Makes a rank that is loaded and has its blocks allocated.
 
     where: `gpu` is the simulated GPU; `cpu` the CPU's own path; `reference` the GPU's path with references on the CPU.
     """

@@ -24,6 +24,8 @@ from headrace.kernels.reference import rows as reference
 from headrace.kernels.registry import Version, choose_reference
 from headrace.kernels.triton import versions
 
+LINEAR = (*versions.LINEAR, "linear_fp8_dynamic")
+
 
 def begin() -> None:
     """Installs the simulation. Call it once per process, before importing modules of Headrace that use torch.cuda's
@@ -49,7 +51,7 @@ def _changed(version: Version) -> Version:
         """Refuses CPU tensors, which interpreted kernels would otherwise accept too."""
         return "not here" if device == torch.device("cpu") else version.why_not(device=device, **facts)
 
-    function = _linear(version) if version.op.startswith("linear") else _either(version)
+    function = _linear(version) if version.op in LINEAR else _either(version)
     return dataclasses.replace(version, function=function, why_not=why_not)
 
 
@@ -88,7 +90,7 @@ def _called(op: str, real: Callable[..., Any], compute: Callable[..., Any], *arg
 
 def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], args: Any, options: Any) -> Any:
     """Calls `real`, which launches kernels, and fills its outputs with the results of `compute` on CPU tensors."""
-    is_interpreted = GPU.interpreting and not op.startswith("linear")
+    is_interpreted = GPU.interpreting and op not in LINEAR
     if is_interpreted or not any(isinstance(tensor, CudaTensor) for tensor in _tensors((args, options))):
         return real(*args, **options)
     with GPU.noting():

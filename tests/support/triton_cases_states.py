@@ -4,17 +4,24 @@ tokens are divided among steps, with replayed drafts and from snapshots."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 from state_ops import CASES, Case, Part, in_chunks, kept, run
 from torch import Tensor
 
+from headrace.kernels.triton import linear_attention, scan
 from headrace.kernels.triton.convolve import convolve
 
-OPS: dict[str, Callable[..., Tensor]] = {"convolve": convolve}
+OPS: dict[str, Callable[..., Tensor]] = {
+    "convolve": convolve,
+    "scan": scan.scan,
+    "linear_attention": linear_attention.linear_attention,
+}
 SERVED = {name: case for name, case in CASES.items() if case.op in OPS}
+
+
+# The interpreter's time depends on the number of programs; the largest states are still divided in two.
+scan.TILE_ELEMENTS = linear_attention.TILE_ELEMENTS = 8192
 
 
 def op_of(case: Case) -> Callable[..., Tensor]:
@@ -28,7 +35,7 @@ def case_results_states_and_drafts_are_the_references() -> None:
             parts = [
                 Part(0, 0, 40, drafts=2, snapshots=((16, 5), (37, 6))),
                 Part(1, 0, 20, snapshots=((20, 7),)),
-                Part(2, 0, 1, snapshots=((-1, 0), (0, 8), (1, 9))),
+                Part(2, 0, 1, snapshots=((-1, 8), (1, 9))),
             ]
             ours, theirs = case.state(), case.state()
             found, wanted = (
@@ -38,20 +45,9 @@ def case_results_states_and_drafts_are_the_references() -> None:
             torch.testing.assert_close(found, wanted, rtol=bound, atol=bound, msg=name)
             for number in (0, 1, 2, 5, 6, 7, 9):
                 torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=2e-5, atol=2e-5)
-            assert not kept(case, ours, 8).any(), "before the first token"
             torch.testing.assert_close(ours.drafted, theirs.drafted, equal_nan=True, rtol=1e-6, atol=1e-6)
             for mine, other in zip(ours.kept.values(), theirs.kept.values(), strict=True):
-                nothing = other.memory.isnan() & (kept_places(mine, 8) == 0)
-                assert torch.equal(mine.memory.isnan(), nothing), "nothing else is written"
-
-
-def kept_places(units: Any, number: int) -> Tensor:
-    """1 in the shape of the memory, where a number's state lies."""
-    marked = replace(units, memory=torch.zeros_like(units.memory))
-    from state_ops import pages
-
-    marked.write(pages(number), torch.ones(len(units.page), *units.shape))
-    return marked.memory
+                assert torch.equal(mine.memory.isnan(), other.memory.isnan()), "nothing else is written"
 
 
 def case_states_of_16_bits_are_rounded_where_a_step_keeps_them() -> None:
@@ -77,7 +73,7 @@ def case_results_and_states_do_not_depend_on_the_chunks() -> None:
     for case in SERVED.values():
         inputs, op, whole = [case.inputs(40)], op_of(case), case.state()
         wanted = in_chunks(case, op, inputs, 40, whole)
-        for size in (1, 3, 16, 17):
+        for size in (1, 3, 16, 17) if case.op == "convolve" else (1, 17):
             chunked = case.state()
             assert torch.equal(in_chunks(case, op, inputs, size, chunked), wanted), size
             assert torch.equal(kept(case, chunked, 0), kept(case, whole, 0)), size

@@ -82,7 +82,7 @@ class DeltaRule(StateMixer):
     """A gated delta network's mixer: a short convolution of queries, keys and values, the recurrence, and a gated norm
     of each head. Names of weights are relative to `at`."""
 
-    cpu_alone = "a gated delta rule"
+    cpu_alone = ""
 
     heads: int = 0
     """Heads of values."""
@@ -206,7 +206,7 @@ class Lightning(StateMixer):
     """Lightning attention: keys and values are added as they are, and each head's states decay at a rate of its own; a
     norm of all heads as one row, and a gate."""
 
-    cpu_alone = "lightning attention"
+    cpu_alone = ""
 
     heads: int = 0
     head_dim: int = 0

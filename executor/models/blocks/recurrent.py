@@ -49,7 +49,7 @@ class Ssd(StateMixer):
     """Mamba 2's mixer (Dao and Gu 2024): a short convolution of each head's input and of B and C, the recurrence, a
     gate and a norm of each group of heads."""
 
-    cpu_alone = "Mamba 2's recurrence"
+    cpu_alone = ""
 
     heads: int = 0
     head_dim: int = 0

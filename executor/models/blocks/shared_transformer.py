@@ -81,6 +81,8 @@ def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:
 class SharedTransformer(AttentionAndState):
     """output = mamba(norm(hidden + back(ffn(norm(attention(norm(hidden | embedding)))))))"""
 
+    cpu_alone = "a transformer that layers share"
+
     inner: int
     activation: Activation
     rank: int
