@@ -176,7 +176,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The most draft tokens of a row in a step; without speculation, those that grammars force."""
         if self.speculation is not None:
             return max(self.speculation.num_speculative_tokens, self.model.num_rank_drafts)
-        return self.model.num_rank_drafts or FORCED_CPU_STEP_TOKENS
+        return self.model.num_rank_drafts or self.most_forced_drafts
+
+    @property
+    def most_forced_drafts(self) -> int:
+        """The most draft tokens of a step that grammars force, without speculation."""
+        return min(CPU_STEP_TOKENS if self.model.device_bytes else FORCED_CPU_STEP_TOKENS, self.max_logits)
 
     @property
     def max_logits(self) -> int:

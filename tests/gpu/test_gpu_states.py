@@ -18,6 +18,7 @@ from tiny_recurrent import FAMILIES
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
+from headrace.core.schedule.features.drafts import drafting_of
 from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
 from headrace.ipc.failure import ModelError
@@ -119,6 +120,17 @@ def test_room_for_the_inputs_of_drafts_is_part_of_what_rows_take(folder: Path) -
     drafts = rank.residence._cache.draft_bytes
     assert drafts == 3 * 5 * plan.most_drafts * 32 * 4, "three layers of 32 channels, and the row of padding"
     assert reading.state_bytes >= rank.steps.state.nbytes + drafts
+
+
+@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 12}])
+def test_no_row_has_more_drafts_than_there_is_room_for(folder: Path, config: Any) -> None:
+    """Those that a grammar forces included, of which a GPU's steps have more than a CPU's."""
+    model = str(saved(folder, "lfm2"))
+    asked = Options(model=model, skip_tokenizer_init=True, max_num_seqs=64, speculative_config=config)
+    rank = GpuOnCpu(asked)
+    plan = resolve(asked, rank.describe(str))
+    assert plan.model.device_bytes
+    assert drafting_of(plan)._most_drafts == plan.most_drafts > 8
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace.core.options.plan import Plan
-from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
+from headrace.core.options.speculation import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.drafters.from_rank import RankDrafter
@@ -192,7 +192,7 @@ def drafting_of(plan: Plan) -> Drafting:
         most = min(GPU_STEP_TOKENS if plan.model.device_bytes else CPU_STEP_TOKENS, plan.max_logits)
         return Drafting([RankDrafter()], most_step_tokens=most, most_drafts=of_rank, most_running=most - 1)
     if speculation is None:
-        forced = min(CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS, plan.max_logits)
+        forced = plan.most_forced_drafts
         return Drafting(most_step_tokens=forced, most_drafts=forced)
     return Drafting(
         [drafter_of(speculation), *([RankDrafter()] if of_rank else [])],
