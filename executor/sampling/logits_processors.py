@@ -4,8 +4,9 @@ A class is named by `--logits-processors` (module:Class) or by an entry point, a
 instance. Before `apply` gets a step's logits, `update_state` tells the instance which requests the rows belong to. A
 request that moves to another row is added again, with its output so far; `moved` is never used.
 
-When a processor raises for a batch, only the requests that it raises for on their own fail: a new instance gets the
-same logits row by row, each row as a batch of its own, and replaces the one that raised.
+When a processor raises for a batch, or leaves a row from which no token can be chosen, only the requests for which it
+does so on their own fail: a new instance gets the same logits row by row, each row as a batch of its own, and replaces
+the one that failed.
 """
 
 from __future__ import annotations
@@ -145,11 +146,34 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         for index, process in self.req_info.items():
             try:
-                logits[index] = process(logits[index])
+                _write(logits[index], process(logits[index]))
             except BaseException as error:  # fails only this request
                 let_interrupts_pass(error)
                 self.failures[index] = error
         return logits
+
+
+def _write(place: Tensor, found: object) -> None:
+    """Writes what a processor returned to `place`, of which it was given a view. Raises TypeError or ValueError unless
+    that is logits of this shape: torch would repeat fewer of them, and take a mask of booleans for numbers."""
+    if not isinstance(found, Tensor):
+        raise TypeError(f"it returned {type(found).__name__}, and must return the logits")
+    if not found.is_floating_point():
+        raise TypeError(f"it returned {str(found.dtype).removeprefix('torch.')}, and logits are floating-point numbers")
+    if found.shape != place.shape:
+        raise ValueError(f"it returned logits of shape {list(found.shape)} for {list(place.shape)}")
+    changed_in_place = found.dtype == place.dtype and found.data_ptr() == place.data_ptr()
+    if not changed_in_place or found.stride() != place.stride():
+        place.copy_(found.detach())
+
+
+def _is_usable(logits: Tensor, best: Tensor) -> Tensor:
+    """[num_rows] bool: whether a token can be chosen from each row. best: [num_rows], the highest logits, NaN where a
+    row has one. One infinite logit forces its token."""
+    usable = best.isfinite()
+    for index in torch.nonzero(best.isposinf())[:, 0].tolist():
+        usable[index] = logits[index].isposinf().sum() == 1
+    return usable
 
 
 def _bound(made: RequestLogitsProcessor, prompt: list[int] | None, output: list[int]) -> Callable[[Tensor], Tensor]:
@@ -305,40 +329,36 @@ class ProcessedBatch:
         for index, each in enumerate(self._loaded):
             if each.is_argmax_invariant != argmax_invariant:
                 continue
-            if index in self._not_updated:
-                self._apply_by_rows(each, part, self._not_updated[index])
-            else:
-                self._apply(each, part)
-            self._check(each, part)
+            self._apply(each, part, self._not_updated.get(index))
         if not whole:
             logits[self._places] = part
 
     def has(self, *, argmax_invariant: bool) -> bool:
         return any(each.is_argmax_invariant == argmax_invariant for each in self._loaded)
 
-    def _check(self, loaded: _Loaded, part: Tensor) -> None:
-        """Fails the requests for which the class wrote NaN. Their rows become zeros, which harm no later class."""
-        for index in torch.nonzero(part.amax(1).isnan())[:, 0].tolist():
-            self._problems.setdefault(self._places[index], f"the logits processor {loaded.name} wrote NaN")
-            part[index] = 0
-
-    def _apply(self, loaded: _Loaded, part: Tensor) -> None:
-        saved = self._owner.saved(part) if len(part) > 1 else None
-        try:
-            loaded.apply(part)
-        except BaseException as error:  # any error of a user's class
-            let_interrupts_pass(error)
-            loaded.discard()
-            if saved is None:
-                self._fail(0, loaded, error)
-            else:
+    def _apply(self, loaded: _Loaded, part: Tensor, cause: BaseException | None) -> None:
+        """cause: the error of the class's `update_state` for this step."""
+        best = part.amax(1)
+        if not bool((usable := _is_usable(part, best)).all()):  # the model or a rule is to blame, which is told already
+            part[~usable & ~best.isneginf()] = 0  # which harms no class
+        if cause is None:
+            saved = self._owner.saved(part)
+            try:
+                loaded.apply(part)
+                if bool((usable & ~_is_usable(part, part.amax(1))).any()):
+                    raise ValueError("it left rows from which no token can be chosen")
+            except BaseException as error:  # any error of a user's class
+                let_interrupts_pass(error)
+                loaded.discard()
                 part.copy_(saved)
-                self._apply_by_rows(loaded, part, error)
-        else:
-            self._take_failures(loaded, self._places)
+                cause = error
+            else:
+                self._take_failures(loaded, self._places)
+        if cause is not None:
+            self._apply_by_rows(loaded, part, cause)
 
     def _apply_by_rows(self, loaded: _Loaded, part: Tensor, cause: BaseException) -> None:
-        """Applies each row as a batch of its own, so that only the requests that the class raises for fail."""
+        """Applies each row as a batch of its own, so that only the requests that the class fails for end."""
         innocent = True
         for index, member in enumerate(self._members):
             row = part[index : index + 1].clone()
@@ -348,16 +368,23 @@ class ProcessedBatch:
             except BaseException as error:  # fails only this request
                 let_interrupts_pass(error)
                 loaded.discard()
-                self._fail(index, loaded, error)
+                self._fail(index, loaded.failed(error))
                 innocent = False
-            else:
+                continue
+            innocent &= not self._take_failures(loaded, self._places[index : index + 1])
+            best = row.amax(1)
+            is_usable = bool(_is_usable(row, best))
+            innocent &= is_usable
+            if is_usable or bool(best.isneginf()):  # the sampler says of the latter what may have forbidden every token
                 part[index : index + 1] = row
-                innocent &= not self._take_failures(loaded, self._places[index : index + 1])
+            else:
+                loaded.discard()
+                self._fail(index, f"the logits processor {loaded.name} wrote {'NaN' if best.isnan() else 'infinities'}")
         if innocent:
             loaded.warn_once(len(part), cause)
 
-    def _fail(self, index: int, loaded: _Loaded, error: BaseException) -> None:
-        self._problems.setdefault(self._places[index], loaded.failed(error))
+    def _fail(self, index: int, why: str) -> None:
+        self._problems.setdefault(self._places[index], why)
 
     def _take_failures(self, loaded: _Loaded, places: Sequence[int]) -> bool:
         """Moves the instance's failures of single requests to `problems`; returns whether there were any."""
@@ -408,16 +435,8 @@ class _Loaded:
         instance.update_state(update)
 
     def apply(self, part: Tensor) -> None:
-        """Applies in place. Raises the class's errors; TypeError or ValueError unless it returns logits of this
-        shape."""
-        found: object = self._made().apply(part)
-        if found is part:
-            return
-        if not isinstance(found, Tensor):
-            raise TypeError(f"apply returned {type(found).__name__}, and must return the logits")
-        if found.shape != part.shape:
-            raise ValueError(f"apply returned logits of shape {list(found.shape)} for {list(part.shape)}")
-        part.copy_(found)
+        """Applies in place. Raises the class's errors, and those of `_write`."""
+        _write(part, self._made().apply(part.view(part.shape)))  # a view, as a class may change its tensor's shape
 
     def failures(self) -> dict[int, BaseException]:
         instance = self._instance

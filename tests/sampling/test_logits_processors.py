@@ -213,6 +213,96 @@ def test_one_that_writes_nan_fails_that_request_alone(is_argmax_invariant: bool,
     assert rows_of(batch, 0, 2)[1] == {}
 
 
+INFINITE = float("inf")
+
+
+def _replaced(logits: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    logits.data = data
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        pytest.param(lambda logits: logits.fill_(float("nan")), "wrote NaN", id="NaN"),
+        pytest.param(lambda logits: logits.fill_(INFINITE), "wrote infinities", id="infinities"),
+        pytest.param(lambda logits: logits.fill_(-INFINITE), "leave no token to choose", id="forbids all"),
+        pytest.param(lambda logits: logits.resize_(1, 3), "logits of shape [1, 3] for [1, 40]", id="resized"),
+        pytest.param(lambda logits: logits.t_(), "logits of shape [40, 1] for [1, 40]", id="transposed"),
+        pytest.param(lambda logits: _replaced(logits, torch.zeros(2)), "logits of shape [2] for", id="other data"),
+        pytest.param(lambda logits: logits > 0, "it returned bool, and logits are floating-point", id="booleans"),
+        pytest.param(lambda logits: logits.to(torch.complex64), "it returned complex64", id="complex"),
+    ],
+)
+def test_one_that_spoils_the_whole_batch_for_a_request_fails_that_request_alone(
+    write: Any, said: str, temperature: float
+) -> None:
+    class Spoils(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            return write(logits) if self.targets else logits
+
+    arguments = (None, {"only_token": 7}, None)
+    usual, _ = rows_of(
+        batch_with(processors_of(lab_processors.OnlyToken), *arguments, temperature=temperature), 0, 1, 2
+    )
+    batch = batch_with(processors_of(Spoils), *arguments, temperature=temperature)
+    token_ids, problems = rows_of(batch, 0, 1, 2)
+    assert list(problems) == [1]
+    assert said in problems[1]
+    assert [token_ids[row] for row in (0, 2)] == [usual[row] for row in (0, 2)]
+    assert said in rows_of(batch, 1)[1][0], "alone"
+    assert rows_of(batch, 0, 2)[1] == {}, "the next step, without it"
+
+
+@pytest.mark.parametrize(
+    ("process", "said"),
+    [
+        pytest.param(lambda output, logits: logits.max(), "logits of shape [] for [40]", id="a scalar"),
+        pytest.param(lambda output, logits: logits[:1], "logits of shape [1] for [40]", id="one logit"),
+        pytest.param(lambda output, logits: 1.5, "it returned float, and must return the logits", id="a number"),
+        pytest.param(lambda output, logits: logits > 0, "it returned bool", id="booleans"),
+        pytest.param(lambda output, logits: logits.resize_(3), "logits of shape [3] for [40]", id="resized"),
+    ],
+)
+def test_a_requests_function_that_gives_no_logits_back_fails_by_name(process: Any, said: str) -> None:
+    class OfOne(lab_processors.NoRepeats):
+        def new_req_logits_processor(self, params: Any) -> Any:
+            return process if params.extra_args else None
+
+    token_ids, problems = rows_of(batch_with(processors_of(OfOne), {"any": 1}, None), 0, 1)
+    assert list(problems) == [0]
+    assert said in problems[0]
+    assert token_ids[1] == 31
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_infinite_logit_forces_its_token(temperature: float) -> None:
+    class Forces(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            for row, target in self.targets.items():
+                logits[row, target] = INFINITE
+            return logits
+
+    batch = batch_with(processors_of(Forces), {"only_token": 7}, {"only_token": 9}, temperature=temperature)
+    assert rows_of(batch, 0, 1) == ([7, 9], {})
+
+
+def test_a_model_that_overflows_for_a_request_does_not_have_the_others_asked_again() -> None:
+    class Once(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            assert len(logits) == 2, "one batch"
+            assert bool(logits.isfinite().all())
+            return super().apply(logits)
+
+    logits = torch.zeros(2, 40)
+    logits[0, 5] = float("nan")
+    sampled = sample(logits, batch_with(processors_of(Once), None, {"only_token": 7}), np.array([0, 1], np.int32))
+    assert list(sampled.problems) == [0]
+    assert "the model's highest logit is nan" in sampled.problems[0]
+    assert sampled.token_ids[1] == 7
+
+
 def test_one_that_fails_for_several_rows_alone_harms_none(caplog: pytest.LogCaptureFixture) -> None:
     class Single(lab_processors.OnlyToken):
         def apply(self, logits: Any) -> Any:
@@ -228,8 +318,8 @@ def test_one_that_fails_for_several_rows_alone_harms_none(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("given_back", "said"),
     [
-        (None, "TypeError: apply returned NoneType, and must return the logits"),
-        (torch.zeros(40), "ValueError: apply returned logits of shape [40] for [1, 40]"),
+        (None, "TypeError: it returned NoneType, and must return the logits"),
+        (torch.zeros(40), "ValueError: it returned logits of shape [40] for [1, 40]"),
     ],
 )
 def test_one_that_does_not_give_logits_back_fails_by_name(given_back: Any, said: str) -> None:
