@@ -35,6 +35,7 @@ from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interr
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
 from headrace.ipc.process.gc_pauses import no_collections
+from headrace.ipc.process.resources import check_library_fits, what_limits
 
 if TYPE_CHECKING:
     from headrace.executor.placement.base import Executor
@@ -302,11 +303,15 @@ def load_executor(options: Options) -> Executor:
             )
         found: Executor = load_plugin(entry)(options)
         return found
+    if backend in EXECUTORS:
+        check_library_fits("torch")
     try:
         if backend in EXECUTORS and world_size > 1:  # fail before any worker starts
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
         executor: Executor = getattr(import_users_module(module), name)(options)
     except (ImportError, AttributeError) as error:
+        if limit := what_limits(error):
+            raise limit from error
         hint = f"what runs models: {how_to_install('engine')}" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor

@@ -32,6 +32,7 @@ from headrace.core.engine.sessions import Broadcaster, Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure, let_interrupts_pass
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.process.resources import check_files_left
 from headrace.ipc.transport.engine_records import OwnRecord
 from headrace.ipc.transport.keys import KeyGatekeeper, is_own_file, key_file
 from headrace.ipc.transport.sockets import (
@@ -125,6 +126,7 @@ class ZmqPort(Broadcaster):
         bytes of large ones, a client may leave unread before it is dismissed.
         """
         super().__init__()
+        check_files_left()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
         self._gatekeeper = KeyGatekeeper(self._context, keys_path) if keys_path else None

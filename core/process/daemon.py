@@ -47,7 +47,12 @@ from headrace.ipc.process.deferred_imports import defer
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.program import occupy_standard_descriptors
-from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files
+from headrace.ipc.process.resources import (
+    give_back_freed_memory,
+    raise_file_limit,
+    release_unchanged_files,
+    what_limits,
+)
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import KeyFileError, use_keys
 from headrace.ipc.wait import Deadline
@@ -240,6 +245,7 @@ def run_as_child(fd: int) -> int:
         start = channel.receive(Deadline(START_WITHIN_S))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
             raise HeadraceError("the program that started this engine-core is of another version of Headrace")
+        raise_file_limit()
         options = parse_options(**start.options)
         take_part_of_machine(options)
         port = new_port(options, start.bind)
@@ -269,8 +275,9 @@ def run_as_child(fd: int) -> int:
         return EXIT_START_FAILED  # the parent is gone
     except BaseException as error:
         let_interrupts_pass(error)
+        told = what_limits(error) or error
         with contextlib.suppress(ChannelClosedError):
-            channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
+            channel.send(ChildFailed(failure=Failure.of(told, process="engine-core", phase=phase[0])))
         return EXIT_START_FAILED
     finally:
         if core is not None:

@@ -24,6 +24,7 @@ import zmq
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure, InvalidRequestError
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello
+from headrace.ipc.process.resources import check_files_left
 from headrace.ipc.transport.keys import key_file
 from headrace.ipc.transport.sockets import (
     HANDSHAKE_FAILED,
@@ -181,6 +182,7 @@ class ZmqTransport:
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
+        check_files_left()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dialled = address_to_dial(self.address)
         ipv6 = self._ipv6 if dialled == self.address else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tiny_models
 
 from headrace.frontend.http.apis.files.store import FileStore
 from headrace.ipc.cache import cache_folder
@@ -18,6 +20,7 @@ from headrace.ipc.extras import command_for, how_to_install
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process import own_folder
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.process.resources import what_limits
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
 from headrace.kernels.cpu import build
 
@@ -156,3 +159,52 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(tmp_path / "run"))
     assert cache_folder() == tmp_path / "run" / "cache"
     assert build.cache_folder() == tmp_path / "run" / "cache" / "kernels"
+
+
+CPU_ENGINE = """
+import sys
+from headrace import LLM
+try:
+    LLM(sys.argv[1], skip_tokenizer_init=True, use_tqdm_on_load=False)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def under(limit: str, folder: Path) -> str:
+    """What the start of an engine says under a limit of the shell's."""
+    command = f"ulimit {limit}; exec {sys.executable} -c '{CPU_ENGINE}' {folder}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("limit_kib", [500_000, 800_000, 850_000])
+def test_an_address_space_that_is_too_small_for_the_libraries_is_named(limit_kib: int, tmp_path: Path) -> None:
+    said = under(f"-v {limit_kib}", tiny_models.save("llama", tmp_path))
+    words = (
+        f"this process may have {limit_kib >> 10:,} MiB of address space (`ulimit -v`), and torch cannot be loaded in"
+    )
+    assert said.startswith(f"OptionStartError: {words} what is left of it")
+    assert "pip install" not in said
+    assert "Fatal Python error" not in said
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+    said = under("-n 16", tiny_models.save("llama", tmp_path))
+    assert said.startswith(
+        "OptionStartError: this process may have 16 open files, which do not suffice; raise `ulimit -n`"
+    )
+    assert "Traceback" not in said
+
+
+def test_an_engine_raises_its_limit_of_open_files_and_a_users_process_keeps_its_own(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    words = "this process may have 16 open files, which do not suffice; raise `ulimit -n`"
+    assert under("-Sn 16", folder) == f"OptionError: {words}\n", "of the client: the engine has started"
+    assert under("-Sn 48", folder) == ""
+
+
+def test_what_no_limit_has_caused_is_told_as_it_is() -> None:
+    assert what_limits(MemoryError()) is None, "no limit is set"
+    assert what_limits(ImportError("failed to map segment from shared object")) is None
+    assert what_limits(FileNotFoundError(errno.ENOENT, "none")) is None
