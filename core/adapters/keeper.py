@@ -377,7 +377,8 @@ class AdapterKeeper:
                 finds_no_slot = not self._load_missing(wait, keep)
         if not finds_no_slot:
             self._retiring = None
-        self.is_due |= bool(ready and finds_no_slot)  # commands hold nothing, so what they waited for may make room
+        # Commands hold nothing, and neither does what can never fit: what they waited for may make room.
+        self.is_due |= bool((ready or hopeless) and finds_no_slot)
         self._end(ready, None)
         self._end(
             hopeless,

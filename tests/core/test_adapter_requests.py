@@ -708,6 +708,23 @@ def test_thousands_that_do_not_fit_are_not_looked_through_in_each_step(folders: 
     assert sum(finish.reason is FinishReason.LENGTH for finish in client.finishes()) == 100
 
 
+def test_a_request_that_can_never_fit_leaves_its_adapters_to_the_next(folders: list[str]) -> None:
+    """Both are looked at at once, as they come while another request runs."""
+    core = Core(max_loras=2, max_cpu_loras=3)
+    client, admin = core.open(), core.open()
+    for name, path in zip("ab", folders, strict=False):
+        load(core, admin, name, path, pinned=True)
+    load(core, admin, "c", folders[2])
+    client.add(0, PROMPT, max_tokens=40)
+    core.run_until(lambda: client.tokens().get(0))
+    client.add(1, PROMPT, adapters=(*uses("c"), *uses("d", path=folders[3])))
+    client.add(2, PROMPT, adapters=uses("e", path=folders[4]))
+    core.finish_all(client, count=3)
+    finishes = {finish.slot: finish for finish in client.finishes()}
+    assert "do not fit into memory" in why(finishes[1])
+    assert finishes[2].reason is FinishReason.LENGTH
+
+
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
