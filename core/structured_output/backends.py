@@ -36,11 +36,6 @@ class Backends:
         self._memory = HeldMemory()
         self._used = set[str]()
 
-    def start(self) -> None:
-        """Starts the processes, without waiting. They have the priority of the thread that calls this."""
-        if self._vocabulary.tokenizer_json:
-            self._follower.start()
-
     def compile(self, wanted: StructuredOutput) -> Matcher:
         """Has the grammar tried, and then compiled to be followed. Raises QueueFullError if there is no memory."""
         if not self._vocabulary.tokenizer_json:

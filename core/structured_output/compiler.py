@@ -24,9 +24,8 @@ from headrace.core.structured_output.backend import Matcher
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import ThinkingMatcher
-from headrace.ipc.failure import Failure, QueueFullError
+from headrace.ipc.failure import Failure, InvalidRequestError, QueueFullError
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
-from headrace.ipc.process.background import give_way
 
 MOST_CACHED = 256
 """Most cached results: compiled grammars, and failures of those that cannot be compiled."""
@@ -43,17 +42,17 @@ class GrammarCompiler:
     def __init__(self, backend: Backends, report: Callable[[GateOpened | GateFailed], None]) -> None:
         """report: called from any thread."""
         self._backend, self._report = backend, report
-        # These threads, and the trial process that they start, give way to steps. Two that compute at once cost twice
-        # as much, as each core's part of a step waits for the others: so plain forms share one, all others another.
-        self._plain = ThreadPoolExecutor(1, "grammar", give_way)
-        self._others = ThreadPoolExecutor(1, "grammar-other", give_way)
+        # What these threads wait for gives way to steps in its own process. Two that compute at once cost twice as
+        # much, as each core's part of a step waits for the others: so plain forms share one, all others another. The
+        # threads themselves compute little, and hold locks that steps need: so they have the priority of steps.
+        self._plain = ThreadPoolExecutor(1, "grammar")
+        self._others = ThreadPoolExecutor(1, "grammar-other")
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
 
     def prepare(self) -> None:
-        """Loads the library that the first request would wait for, on a low-priority thread."""
-        self._backend.start()
+        """Has the library loaded that the first request would wait for."""
         self._others.submit(self._backend.prepare)
 
     def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
@@ -72,7 +71,6 @@ class GrammarCompiler:
                 request.matcher = _matcher_for(request, compiled)
                 return ()
             if gate not in self._waiting:
-                self._backend.start()  # here: a process has the priority of the thread that starts it
                 self._waiting[gate] = []
                 self._plain.submit(self._route, gate, wanted)
             self._waiting[gate].append(request)
@@ -130,7 +128,7 @@ class GrammarCompiler:
 
 def _is_for_now(compiled: Matcher | Failure) -> bool:
     """Whether the next request with the form may fare better."""
-    return isinstance(compiled, Failure) and compiled.type == QueueFullError.__name__
+    return isinstance(compiled, Failure) and compiled.type != InvalidRequestError.__name__
 
 
 def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:

@@ -9,6 +9,7 @@ one that it was killed by ends its request.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import mmap
 import os
@@ -57,9 +58,9 @@ Position = tuple["FollowedMatcher", int, list[int]]
 class _Prepared:
     """A form that the process has compiled."""
 
-    def __init__(self, follower: Follower, form: Form, start: State, held: Held) -> None:
-        self.follower, self.form, self.start, self.held = follower, form, start, held
-        self.life = follower.life
+    def __init__(self, follower: Follower, form: Form, start: State, held: Held, life: int) -> None:
+        """life: of the process that compiled it."""
+        self.follower, self.form, self.start, self.held, self.life = follower, form, start, held, life
 
     def __del__(self) -> None:
         self.follower.forgotten.append(self.form.number)
@@ -156,7 +157,8 @@ class Masks:
             masks[at:ends_at] = -1 if matcher.problem else self.made[at:ends_at]  # -1: the next token ends the request
 
     def message(self, going: Sequence[FollowedMatcher]) -> Follow:
-        wanted = [(each.number, at, drafts) for each, at, drafts in self.positions if each in going]
+        numbers = {each.number for each in going}
+        wanted = [(each.number, at, drafts) for each, at, drafts in self.positions if each.number in numbers]
         return self._follower._message(going, masks=wanted, num_masks=self.num_masks)
 
 
@@ -180,6 +182,8 @@ class Follower:
         self._one_by_one = False
         self._num_ends: collections.Counter[int] = collections.Counter()
         """By form: how often the process ended while it compiled it."""
+        self._suspects = threading.Lock()
+        """Held while such a form is compiled again: without another one, so that the next end tells which it was."""
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -196,26 +200,29 @@ class Follower:
         """A matcher at the start of the form. Raises InvalidRequestError with the library's reason."""
         form = Form(next(self.numbers), backend, wanted)
         for _ in range(_MOST_DEATHS):
-            prepared = self._prepared(form)
+            with self._suspects if self._num_ends[form.number] else contextlib.nullcontext():
+                prepared, life = self._prepared(form)
             if prepared is not None:
                 if prepared.state is None:
                     raise InvalidRequestError(prepared.problem)
-                return FollowedMatcher(_Prepared(self, form, prepared.state, held))
+                return FollowedMatcher(_Prepared(self, form, prepared.state, held, life))
             if self._num_ends[form.number] > 1:
                 raise InvalidRequestError(f"SamplingParams.structured_outputs: {_NOT_COMPILED}")
         raise HeadraceError(_LOST)
 
-    def _prepared(self, form: Form) -> Prepared | None:
-        """Has the form compiled. None if the process ended meanwhile."""
+    def _prepared(self, form: Form) -> tuple[Prepared | None, int]:
+        """Has the form compiled, by the process of the life that is returned. None if it ended meanwhile."""
         while True:
             with self._lock:
                 self._settle()
-                answer = self._received(self._sent(Prepare(self._pid, form)))
+                life = self.life
+                message = Prepare(self._pid, _taken(self.forgotten), _taken(self.closed), form)
+                answer = self._received(self._sent(message))
                 if not isinstance(answer, Prepared):
                     self._note_end(answer, ())
-                    return None
+                    return None, life
             if answer.state is not None or answer.problem:
-                return answer
+                return answer, life
             time.sleep(_LOOK_S)
 
     def advance(self, passed: Sequence[tuple[FollowedMatcher, list[int]]]) -> None:
@@ -246,7 +253,7 @@ class Follower:
             begun = Masks(self, positions)
             self._grow(begun.num_masks)
             begun.going = [matcher for matcher, *_ in positions if not matcher.problem]
-            if begun.going:
+            if begun.going and self._reopen_forms(begun.going):
                 begun.sent = self._sent(begun.message(begun.going))
             self._begun = begun
             return begun
@@ -293,6 +300,8 @@ class Follower:
             going = [each for each in matchers if not each.problem]
             if not going:
                 break
+            if not self._reopen_forms(going):
+                continue
             answer = self._received(self._sent(message(going)))
             if isinstance(answer, Followed):
                 self._note(going)
@@ -302,6 +311,18 @@ class Follower:
             for each in matchers:
                 each.stop(_LOST)
         return [], Followed([], [], [])
+
+    def _reopen_forms(self, going: Sequence[FollowedMatcher]) -> bool:
+        """Has forms compiled that a former process knew, each in a message of its own: one takes as long as a message
+        may take. False if the process ended meanwhile."""
+        for each in going:
+            if each.form.life != self.life:
+                answer = self._received(self._sent(self._message([each])))
+                if not isinstance(answer, Followed):
+                    self._note_end(answer, [each])
+                    return False
+                each.life = each.form.life = self.life
+        return True
 
     def _message(
         self,
@@ -352,16 +373,18 @@ class Follower:
     def _note_end(self, answer: WorkerEnded | Restarted | None, going: Sequence[FollowedMatcher]) -> None:
         """Another process takes over. Stops the matcher that the former one was ended by, if that is known."""
         current, _ = shared_arrays(self._memory, 0, self._num_words)
-        worked_on, compiled = current[:2].tolist()
-        current[:2] = 0
+        worked_on, *compiled = current.tolist()
+        current[:] = 0
         self.life += 1
         self._pid = answer.pid if isinstance(answer, Restarted) else 0
-        if compiled:
-            self._num_ends[compiled] += 1
+        status = -signal.SIGKILL if answer is None else answer.status
+        if status in (0, -signal.SIGKILL) or -status in STOP_SIGNALS:
+            return  # it is the first, or was ended from outside
+        if any(compiled):
+            self._num_ends.update(filter(None, compiled))
             return
-        status = answer.status if isinstance(answer, WorkerEnded) else -signal.SIGKILL
-        if status == -signal.SIGKILL or -status in STOP_SIGNALS:
-            return  # from outside
+        if isinstance(answer, Restarted):
+            return  # it worked on nothing, or its end was answered before
         for each in going:
             if each.number == worked_on:
                 each.stop(_why(status))

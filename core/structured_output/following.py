@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import sys
 import threading
@@ -26,20 +27,23 @@ import numpy as np
 
 from headrace.core.structured_output.backend import Backend, FormMatcher
 from headrace.core.structured_output.held_memory import MOST_BYTES
-from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.background import give_way
 from headrace.ipc.process.helper import limit_memory
 
 HEADER_BYTES = 64
-"""Of the shared memory, in front of the masks: two int64, the numbers of the matcher that the process follows and of
-the form that it compiles. 0: none, or several at once."""
+"""Of the shared memory, in front of the masks: int64, the number of the matcher that the process follows (0: none, or
+several at once), and behind it those of the forms that it compiles (0: none)."""
 PREPARING_S = 1e-3
 """How long an answer to `Prepare` waits for the compilation."""
 MOST_COMPUTING_S, MOST_MASK_S = 3.0, 0.5
 """CPU time limit for one message, and in addition for each mask: what takes longer has no end."""
+MOST_AGAIN_S = 2e-3
+"""CPU time limit, in addition, for each token that a matcher has to accept again in a new process."""
 MOST_CACHE_BYTES = 512 << 20
 """Memory in addition to that of the forms, for the libraries' caches."""
+UNLIMITED_STACK_BYTES = 2 << 20
+"""What a thread's stack takes if the system has no limit (`ulimit -s`)."""
 _SWITCH_S = 2e-4
 """Compiling, on its own thread, must not keep the interpreter from steps."""
 
@@ -72,6 +76,9 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     """The process that is meant: another one answers Restarted."""
+    forgotten: list[int]
+    closed: list[int]
+    """As in `Follow`: forms may be compiled for long without a step."""
     form: Form
 
 
@@ -115,6 +122,8 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """This process is not the one that was meant, and knows none of its matchers."""
 
     pid: int
+    status: int
+    """How the one before it ended, as in WorkerEnded; 0: there was none."""
 
 
 class _Job:
@@ -156,19 +165,31 @@ class Following:
         self._memory: mmap.mmap | None = None
         self._loading, self._loaded = threading.Lock(), set[str]()
 
-    def begin(self) -> None:
+    def begin(self, former: int) -> None:
+        """former: how the process before this one ended, as in `Restarted`."""
+        self._former = former
         sys.setswitchinterval(_SWITCH_S)
         self._limit()
 
     def _limit(self) -> None:
-        limit_memory(MOST_BYTES + MOST_CACHE_BYTES)
+        # Libraries make masks on a thread for each core, and the limit is one of address space.
+        stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+        if stack_bytes == resource.RLIM_INFINITY:
+            stack_bytes = UNLIMITED_STACK_BYTES
+        limit_memory(MOST_BYTES + MOST_CACHE_BYTES + stack_bytes * (os.cpu_count() or 1))
 
     def do(self, message: Prepare | Follow) -> Prepared | Followed | Restarted:
         if message.pid != os.getpid():
-            return Restarted(os.getpid())
+            return Restarted(os.getpid(), self._former)
+        for number in message.forgotten:
+            self._jobs.pop(number, None)
+        for number in message.closed:
+            self._matchers.pop(number, None)
         if isinstance(message, Prepare):
             return self._prepare(message.form)
-        signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S + MOST_MASK_S * message.num_masks)  # SIGPROF ends it
+        num_again = sum(len(each.token_ids) for each in message.opened)
+        limit_s = MOST_COMPUTING_S + MOST_MASK_S * message.num_masks + MOST_AGAIN_S * num_again
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends the process
         try:
             return self._follow(message)
         finally:
@@ -180,7 +201,10 @@ class Following:
         job = self._jobs.get(form.number)
         if job is None:
             job = self._jobs[form.number] = _Job()
-            threading.Thread(target=self._compile, args=(job, form), daemon=True).start()
+            compiled = self._masks(0)[0][1:]
+            slot = int(np.flatnonzero(compiled == 0)[0])
+            compiled[slot] = form.number  # here: two threads might take the same
+            threading.Thread(target=self._compile, args=(job, form, compiled[slot : slot + 1]), daemon=True).start()
         if not job.ended.wait(PREPARING_S):
             return Prepared()
         if job.matcher is None:
@@ -188,32 +212,27 @@ class Following:
             return Prepared(problem=job.problem)
         return Prepared(_state(job.matcher, is_allowed=True))
 
-    def _compile(self, job: _Job, form: Form) -> None:
+    def _compile(self, job: _Job, form: Form, named: np.ndarray) -> None:
+        """named: [1], the place in the shared memory that has the form's number meanwhile."""
         give_way()
-        current = self._masks(0)[0]
-        try:
-            current[1] = form.number
-            job.matcher = self._compiled(form)
-        except BaseException as error:  # a library's panic too: the request is to be told
-            job.problem = str(error) or type(error).__name__
-        current[1] = 0
+        self._run(job, form)
+        named[:] = 0
         job.ended.set()
 
-    def _compiled(self, form: Form) -> FormMatcher:
-        with self._loading:
-            backend = self._backend_of(form.backend)
-            if form.backend not in self._loaded:
-                self._loaded.add(form.backend)
-                self._limit()  # without the library itself
-        return backend.compile(form.wanted)
+    def _run(self, job: _Job, form: Form) -> None:
+        try:
+            with self._loading:
+                backend = self._backend_of(form.backend)
+                if form.backend not in self._loaded:
+                    self._loaded.add(form.backend)
+                    self._limit()  # without the library itself
+            job.matcher = backend.compile(form.wanted)
+        except BaseException as error:  # a library's panic too: the request is to be told
+            job.problem = str(error) or type(error).__name__
 
     # --- following ------------------------------------------------------------------------------------------------
 
     def _follow(self, message: Follow) -> Followed:
-        for number in message.forgotten:
-            self._jobs.pop(number, None)
-        for number in message.closed:
-            self._matchers.pop(number, None)
         current = self._masks(message.num_masks)[0]
         forms = {form.number: form for form in message.forms}
         for each in message.opened:
@@ -233,14 +252,12 @@ class Following:
 
     def _opened(self, wanted: Open, forms: dict[int, Form]) -> Any:
         job = self._jobs.get(wanted.form)
-        try:
-            if job is None or job.matcher is None:
-                job = self._jobs[wanted.form] = _Job()
-                job.matcher = self._compiled(forms[wanted.form])
-                job.ended.set()
-        except HeadraceError as error:
-            self._jobs.pop(wanted.form, None)
-            return _Lost(str(error))
+        if job is None:
+            job = self._jobs[wanted.form] = _Job()
+            self._run(job, forms[wanted.form])
+            job.ended.set()
+        if job.matcher is None:
+            return _Lost(job.problem)
         matcher = job.matcher.copy()
         for token_id in wanted.token_ids:
             matcher.accept(token_id)

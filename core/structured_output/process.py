@@ -61,9 +61,9 @@ class _Work:
         self._trying = Trying(self._backend, self._made, vocabulary.vocab_size)
         self._following = Following(self._backend, beginning.masks_fd, vocabulary.vocab_size)
 
-    def begin(self, lane: int) -> None:
+    def begin(self, lane: int, former: int) -> None:
         self._lane = self._following if lane == FOLLOWING else self._trying
-        self._lane.begin()
+        self._lane.begin(former)
 
     def do(self, message: Any) -> Any:
         return self._lane.do(message)

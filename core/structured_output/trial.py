@@ -120,7 +120,7 @@ class Trying:
         """backend_of: loads a library, once, into `made`."""
         self._backend_of, self._made, self._vocab_size = backend_of, made, vocab_size
 
-    def begin(self) -> None:
+    def begin(self, former: int) -> None:
         give_way()
         self._limit()
 

@@ -51,7 +51,7 @@ class _Templates:
         environment.from_string("{{ messages[0].content | trim }}").render(messages=[{"content": ""}])  # warms it up
         self._most_bytes = 0
 
-    def begin(self, lane: int) -> None:
+    def begin(self, lane: int, former: int) -> None:
         limit_memory(MOST_BYTES)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._most_bytes = _peak_bytes() + _KEPT_BYTES

@@ -222,8 +222,9 @@ class Sent:
 class Work(Protocol):
     """What a worker does."""
 
-    def begin(self, lane: int) -> None:
-        """Called in each new worker, such as to limit its memory."""
+    def begin(self, lane: int, former: int) -> None:
+        """Called in each new worker, such as to limit its memory. former: the status of the lane's worker before it, as
+        in WorkerEnded; 0 for the first."""
         ...
 
     def do(self, message: Any) -> Any:
@@ -267,17 +268,17 @@ def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, sta
 
     helper = os.getpid()
 
-    def fork(lane: int) -> None:
+    def fork(lane: int, former: int) -> None:
         states[lane] = _IDLE
         if (pid := os.fork()) == 0:
             die_with_parent(helper)
-            _work(channels, lane, states, work, stack_bytes.get(lane))
+            _work(channels, lane, former, states, work, stack_bytes.get(lane))
         pidfd = open_pidfd(pid)
         poller.register(pidfd, select.POLLIN)
         workers[pidfd] = lane, pid
 
     for lane in range(len(channels)):
-        fork(lane)
+        fork(lane, 0)
     while workers:
         for ready, _ in poller.poll():
             if ready == parents_end:
@@ -293,10 +294,12 @@ def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, sta
                 continue  # the parent has closed this lane
             elif state != _IDLE or (status > 0 and status != RENEW):
                 return  # half a message is in the channel, or it cannot even begin: the parent starts a new helper
-            fork(lane)
+            fork(lane, status)
 
 
-def _work(channels: Sequence[Channel], lane: int, states: mmap.mmap, work: Work, stack_bytes: int | None) -> NoReturn:
+def _work(
+    channels: Sequence[Channel], lane: int, former: int, states: mmap.mmap, work: Work, stack_bytes: int | None
+) -> NoReturn:
     channel, status = channels[lane], 1
     for other in channels:
         if other is not channel:
@@ -305,7 +308,7 @@ def _work(channels: Sequence[Channel], lane: int, states: mmap.mmap, work: Work,
     def serve() -> None:
         nonlocal status
         try:
-            work.begin(lane)
+            work.begin(lane, former)
             while True:
                 channel.wait(Deadline(None))
                 states[lane] = _RECEIVING

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny_models
-from deadly_grammars import DEADLY, deadly_helper
+from deadly_grammars import DEADLY, DEADLY_TO_COMPILE, deadly_helper
 from patience import has_ended, wait_until
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, tokens_of
 from test_hostile_forms import forked_by
@@ -188,6 +189,60 @@ def test_what_is_not_used_any_more_is_forgotten(follower: Follower) -> None:
     assert (len(follower.closed), len(follower.forgotten)) == (1, 1)
     assert matcher_of(follower, FORM).accept(tokens_of("a")[0])
     assert (len(follower.closed), len(follower.forgotten)) <= (1, 1)
+
+
+def slow_form(nth: int, num_words: int) -> str:
+    words = "|".join(f"w{n}x{7 * n}" for n in range(num_words))
+    return f"a{nth}?({words})+"
+
+
+def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower: Follower) -> None:
+    """Requests may be aborted while their forms are compiled, again and again."""
+    matcher_of(follower, slow_form(0, 5000))
+    process = following_process(follower)
+    before = process.memory_info().rss
+    for nth in range(1, 41):
+        matcher_of(follower, slow_form(nth, 5000))
+    assert process.memory_info().rss < before + (40 << 20)
+
+
+def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(follower: Follower) -> None:
+    """Together they take longer than one message may."""
+    matchers = [matcher_of(follower, slow_form(nth, 50000)) for nth in range(12)]
+    following_process(follower).kill()
+    (a,) = tokens_of("a")
+    taken = advance(follower, [(each, a) for each in matchers])
+    assert {each.problem for each in matchers} == {""}
+    assert taken == [True] * len(matchers)
+
+
+def test_a_process_that_is_killed_from_outside_refuses_no_form() -> None:
+    follower, ended = Follower(VOCABULARY, "llguidance"), threading.Event()
+    follower.start()
+
+    def kill() -> None:
+        for _ in range(3):
+            time.sleep(0.15)
+            following_process(follower).kill()
+        ended.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill)
+        while not ended.is_set():
+            assert matcher_of(follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+        killing.result()
+    follower.stop()
+
+
+def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not(
+    follower: Follower,
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        deadly = pool.submit(matcher_of, follower, DEADLY_TO_COMPILE)
+        while not deadly.done():  # those that begin later, and end later
+            assert matcher_of(follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+        with pytest.raises(InvalidRequestError, match="its compiler ended twice"):
+            deadly.result()
 
 
 def test_a_process_that_is_killed_again_and_again_ends_the_requests(follower: Follower, monkeypatch: Any) -> None:

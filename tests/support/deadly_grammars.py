@@ -1,18 +1,21 @@
 """The program that reads grammars, with libraries that crash: a regular expression that begins with [Zz] is deadly.
 
 Its matcher ends the process at one token, hangs at another, or ends the process while the mask after a third is made.
+One that begins with [Xx] ends the process that compiles it, after a while.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 from headrace.core.structured_output.process import GrammarMessage, _Work
 from headrace.ipc.process.helper import Helper, run_helper
 
 DEADLY = "[Zz]"
+DEADLY_TO_COMPILE = "[Xx]"
 TOKENS = "DEADLY_TOKENS"
 """An environment variable: the ids of the three tokens."""
 
@@ -72,6 +75,9 @@ class DeadlyBackend:
         return getattr(self._backend, name)
 
     def compile(self, wanted: Any) -> DeadlyMatcher:
+        if wanted.text.startswith(DEADLY_TO_COMPILE):
+            time.sleep(0.3)
+            os.abort()
         return DeadlyMatcher(self, self._backend.compile(wanted), is_deadly=wanted.text.startswith(DEADLY))
 
     def fill(self, positions: Any, masks: Any) -> None:
