@@ -285,3 +285,31 @@ def test_answers_are_the_same_whenever_the_process_is_killed(tmp_path: Path) -> 
                 ended.set()
             killing.result()
         assert len(killed) > 1
+
+
+MANY_MASKS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+import numpy as np
+from headrace.core.structured_output.backend import Vocabulary
+from headrace.core.structured_output.follower import Follower
+from headrace.core.structured_output.held_memory import HeldMemory
+from headrace.ipc.messages import StructuredOutput
+
+follower = Follower(Vocabulary(sys.stdin.buffer.read(), {size}, (0,)), {backend!r})
+start = follower.compile({backend!r}, StructuredOutput(kind="regex", text="[ab]+c"), HeldMemory().hold(1))
+matchers = [start.copy() for _ in range(12)]
+masks = np.zeros((12, -(-{size} // 32)), np.int32)
+follower.begin([(each, nth, []) for nth, each in enumerate(matchers)]).write(masks)
+life = follower.life
+follower.stop()
+print({{each.problem for each in matchers}}, life)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_stacks_of_a_librarys_threads_take_nothing_from_the_forms(backend: str) -> None:
+    """A machine of many cores has a thread for each; here two have large stacks."""
+    command = [sys.executable, "-c", MANY_MASKS.format(size=VOCAB_SIZE, backend=backend)]
+    done = subprocess.run(command, input=VOCABULARY.tokenizer_json, capture_output=True, timeout=120, check=False)
+    assert done.stdout.decode().strip() == "{''} 1", done.stderr.decode()
