@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +26,7 @@ from test_structured_outputs import ENGINE, PERSON, ask, form
 from headrace import LLM
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
 (CRASHES,), (HANGS,), (CRASHES_LATER,) = tokens_of("X"), tokens_of("Y"), tokens_of("Z")
@@ -247,7 +245,9 @@ def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not
 
 def test_a_process_that_is_killed_again_and_again_ends_the_requests(follower: Follower, monkeypatch: Any) -> None:
     def killed(*message: Any) -> Any:
-        os.kill(following_process(follower).pid, signal.SIGKILL)
+        process = following_process(follower)
+        process.kill()
+        wait_until(lambda: has_ended(process), 30, "its end before a message comes")
         return send(*message)
 
     matcher, send = matcher_of(follower, FORM), follower.helper.send
@@ -313,3 +313,16 @@ def test_the_stacks_of_a_librarys_threads_take_nothing_from_the_forms(backend: s
     command = [sys.executable, "-c", MANY_MASKS.format(size=VOCAB_SIZE, backend=backend)]
     done = subprocess.run(command, input=VOCABULARY.tokenizer_json, capture_output=True, timeout=120, check=False)
     assert done.stdout.decode().strip() == "{''} 1", done.stderr.decode()
+
+
+def test_a_form_is_tried_again_after_its_processes_were_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*of: Any) -> Any:
+        raise HeadraceError("the process that tries grammars was killed twice")
+
+    folder = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
+    with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
+        with monkeypatch.context() as patched:
+            patched.setattr("headrace.core.structured_output.trial.Trial.check", killed)
+            with pytest.raises(HeadraceError, match="killed twice"):
+                ask(llm, form(regex="[ab]{3}"))
+        assert len(ask(llm, form(regex="[ab]{3}"))[0]) == 3
