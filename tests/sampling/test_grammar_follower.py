@@ -33,13 +33,28 @@ from headrace.ipc.messages import StructuredOutput
 FORM = "[a-zA-Z]{3,40}"
 
 
-@pytest.fixture(scope="module")
-def follower() -> Iterator[Follower]:
+@contextlib.contextmanager
+def started() -> Iterator[Follower]:
     follower = Follower(VOCABULARY, "llguidance")
     follower.helper = deadly_helper(follower.helper, CRASHES, HANGS, CRASHES_LATER)
     follower.start()
-    yield follower
-    follower.stop()
+    try:
+        yield follower
+    finally:
+        follower.stop()
+
+
+@pytest.fixture(scope="module")
+def follower() -> Iterator[Follower]:
+    with started() as follower:
+        yield follower
+
+
+@pytest.fixture
+def own_follower() -> Iterator[Follower]:
+    """For tests in which the process may end while it answers, which ends the helper too."""
+    with started() as follower:
+        yield follower
 
 
 def matcher_of(follower: Follower, pattern: str, backend: str = "llguidance") -> FollowedMatcher:
@@ -204,58 +219,58 @@ def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower:
     assert process.memory_info().rss < before + (40 << 20)
 
 
-def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(follower: Follower) -> None:
+def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(own_follower: Follower) -> None:
     """Together they take longer than one message may."""
-    matchers = [matcher_of(follower, slow_form(nth, 50000)) for nth in range(12)]
-    following_process(follower).kill()
+    matchers = [matcher_of(own_follower, slow_form(nth, 50000)) for nth in range(12)]
+    following_process(own_follower).kill()
     (a,) = tokens_of("a")
-    taken = advance(follower, [(each, a) for each in matchers])
+    taken = advance(own_follower, [(each, a) for each in matchers])
     assert {each.problem for each in matchers} == {""}
     assert taken == [True] * len(matchers)
 
 
-def test_a_process_that_is_killed_from_outside_refuses_no_form() -> None:
-    follower, ended = Follower(VOCABULARY, "llguidance"), threading.Event()
-    follower.start()
+def test_a_process_that_is_killed_from_outside_refuses_no_form(own_follower: Follower) -> None:
+    ended = threading.Event()
 
     def kill() -> None:
-        for _ in range(3):
-            time.sleep(0.15)
-            following_process(follower).kill()
-        ended.set()
+        try:
+            for _ in range(3):
+                time.sleep(0.15)
+                following_process(own_follower).kill()
+        finally:
+            ended.set()
 
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill)
         while not ended.is_set():
-            assert matcher_of(follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+            assert matcher_of(own_follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
         killing.result()
-    follower.stop()
 
 
 def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not(
-    follower: Follower,
+    own_follower: Follower,
 ) -> None:
     with ThreadPoolExecutor(2) as pool:
-        deadly = pool.submit(matcher_of, follower, DEADLY_TO_COMPILE)
+        deadly = pool.submit(matcher_of, own_follower, DEADLY_TO_COMPILE)
         while not deadly.done():  # those that begin later, and end later
-            assert matcher_of(follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+            assert matcher_of(own_follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
         with pytest.raises(InvalidRequestError, match="its compiler ended twice"):
             deadly.result()
 
 
-def test_a_process_that_is_killed_again_and_again_ends_the_requests(follower: Follower, monkeypatch: Any) -> None:
+def test_a_process_that_is_killed_again_and_again_ends_the_requests(own_follower: Follower, monkeypatch: Any) -> None:
     def killed(*message: Any) -> Any:
-        process = following_process(follower)
+        process = following_process(own_follower)
         process.kill()
         wait_until(lambda: has_ended(process), 30, "its end before a message comes")
         return send(*message)
 
-    matcher, send = matcher_of(follower, FORM), follower.helper.send
+    matcher, send = matcher_of(own_follower, FORM), own_follower.helper.send
     with monkeypatch.context() as patched:
-        patched.setattr(follower.helper, "send", killed)
+        patched.setattr(own_follower.helper, "send", killed)
         assert not matcher.accept(tokens_of("a")[0])
     assert "killed again and again" in matcher.problem
-    assert matcher_of(follower, FORM).accept(tokens_of("a")[0])
+    assert matcher_of(own_follower, FORM).accept(tokens_of("a")[0])
 
 
 def test_answers_are_the_same_whenever_the_process_is_killed(tmp_path: Path) -> None:
