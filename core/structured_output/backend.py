@@ -119,8 +119,6 @@ class FormMatcher(Matcher, Protocol):
 class Backend(Protocol):
     """One grammar library with one tokenizer. Several threads may call `compile` at the same time."""
 
-    name: str
-
     def compile(self, wanted: StructuredOutput) -> FormMatcher:
         """A matcher at the start of the grammar. Raises InvalidRequestError with the library's reason."""
         ...
@@ -128,9 +126,6 @@ class Backend(Protocol):
     def forget(self) -> None:
         """Clears what earlier compilations left in caches."""
         ...
-
-    def stop(self) -> None:
-        """Ends threads and processes that it has started."""
 
     def fill(self, positions: Sequence[tuple[FormMatcher, int, list[int]]], masks: np.ndarray) -> None:
         """Writes the masks of the tokens allowed next into `masks`, [num_masks, num_words] int32, as in TokenMasks.

@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backends:
-    """The libraries of a plan as one `Backend`: a grammar that the first library refuses is tried with the next."""
-
-    name = "auto"
+    """The libraries of a plan: a grammar that the first library refuses is tried with the next."""
 
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary

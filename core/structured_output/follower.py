@@ -165,8 +165,6 @@ class Masks:
 class Follower:
     """Owns the connection to the process. Thread-safe."""
 
-    name = "follower"
-
     def __init__(self, vocabulary: Vocabulary, backend: str) -> None:
         """backend: the library that most grammars need."""
         self._num_words = -(-vocabulary.vocab_size // 32)

@@ -107,8 +107,6 @@ class LLGuidanceMatcher(Guarded):
 class LLGuidanceBackend:
     """A `Backend`."""
 
-    name = "llguidance"
-
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a large vocabulary. Raises ValueError if the library cannot read the tokenizer."""
         tokens = TokenBytes(tokenizer_json, vocab_size, eos_token_ids)
@@ -159,9 +157,6 @@ class LLGuidanceBackend:
 
     def forget(self) -> None:
         """Does nothing: compiled grammars leave nothing in caches."""
-
-    def stop(self) -> None:
-        """Does nothing: it has started no process."""
 
     def fill(self, positions: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain, drafted = list[tuple[LLGuidanceMatcher, int]](), list[tuple[LLMatcher, int, list[int]]]()

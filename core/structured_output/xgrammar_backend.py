@@ -222,8 +222,6 @@ class TokenTexts:
 class XGrammarBackend:
     """A `Backend`."""
 
-    name = PACKAGE
-
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises ValueError if the library cannot read the tokenizer."""
         kind = json.loads(str(_xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer_json)))
@@ -255,9 +253,6 @@ class XGrammarBackend:
 
     def forget(self) -> None:
         self._compiler.clear_cache()
-
-    def stop(self) -> None:
-        """Does nothing: it has started no process."""
 
     def fill(self, positions: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = []
