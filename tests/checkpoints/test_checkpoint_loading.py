@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -26,7 +27,7 @@ from test_checkpoint import (
 from tiny_gguf import save_gguf
 from torch import Tensor
 
-from headrace import LLM
+from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.sources.safetensors_weights import (
@@ -226,6 +227,15 @@ def test_a_strategy_for_other_files_than_safetensors_is_refused(tmp_path: Path) 
     model = tiny_models.save("llama", tmp_path / "folder")
     with pytest.raises(OptionError, match="whose weights are dummy"):
         open_folder(model, safetensors_load_strategy="prefetch", load_format="dummy")
+
+
+def test_an_engine_process_makes_random_weights(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama_biases", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    small: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
+    with LLM(str(folder), load_format="dummy", **small) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        assert len(llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("backend", ["uni", "gpu_parts:GpuOnCpuExecutor"])

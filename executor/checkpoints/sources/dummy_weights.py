@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name, take_part
+from headrace.ipc.process.deferred_imports import import_deferred
 
 DUMMY_STANDARD_DEVIATION = 0.02
 
@@ -25,6 +26,7 @@ class DummyWeights(WeightSource):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
+        import_deferred()  # torch.Generator cannot be made before one of them has told torch its metaclass
         self._shapes, self._dtype, self._device = dict(shapes), dtype, device
 
     def names(self) -> frozenset[str]:
