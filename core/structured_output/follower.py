@@ -40,9 +40,7 @@ from headrace.core.structured_output.held_memory import Held
 from headrace.core.structured_output.process import FOLLOWING, grammar_helper
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
-from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.process.helper import Helper, Sent, WorkerEnded
-from headrace.ipc.transport.channel import ChannelClosedError
+from headrace.ipc.process.helper import Helper, HelperEndedError, Sent, WorkerEnded, is_from_outside
 from headrace.ipc.wait import WaitTimeoutError
 
 MOST_WAIT_S = 60.0
@@ -50,7 +48,9 @@ MOST_WAIT_S = 60.0
 _LOOK_S = 1e-3
 _MOST_DEATHS = 8
 """How often one message is sent again."""
-_NOT_COMPILED = "the grammar cannot be compiled: its compiler ended twice"
+_NOT_KNOWN = 1
+"""The status of a process that ended between two messages and took the whole program with it."""
+_NOT_COMPILED = "the grammar cannot be compiled: its compiler ended twice, or has no end"
 _LOST = "the process that follows grammars was killed again and again"
 Position = tuple["FollowedMatcher", int, list[int]]
 
@@ -142,7 +142,7 @@ class Masks:
         self._follower, self.positions = follower, positions
         self.num_masks = max((at + len(drafts) + 1 for _, at, drafts in positions), default=0)
         self.going: list[FollowedMatcher] = []
-        self.sent: Sent | None = None
+        self.sent: Sent | WorkerEnded | None = None
         self.made: np.ndarray | None = None
         """[num_masks, num_words] int32, once they are made and until they are written."""
 
@@ -210,9 +210,12 @@ class Follower:
 
     def _prepared(self, form: Form) -> tuple[Prepared | None, int]:
         """Has the form compiled, by the process of the life that is returned. None if it ended meanwhile."""
+        life = -1
         while True:
             with self._lock:
                 self._settle()
+                if life not in (-1, self.life):
+                    return None, life  # as another thread has seen: the form may be a suspect now
                 life = self.life
                 message = Prepare(self._pid, _taken(self.forgotten), _taken(self.closed), form)
                 answer = self._received(self._sent(message))
@@ -347,18 +350,21 @@ class Follower:
             one_by_one=self._one_by_one,
         )
 
-    def _sent(self, message: Follow | Prepare) -> Sent | None:
+    def _sent(self, message: Follow | Prepare) -> Sent | WorkerEnded | None:
+        """As `_received`, if it cannot be sent."""
         try:
             return self.helper.send(FOLLOWING, message, MOST_WAIT_S)
-        except HeadraceError:  # it was killed, cannot be started, or is being stopped
+        except HelperEndedError as error:
+            return _ended_with(error)
+        except HeadraceError:  # it cannot be started, or is being stopped
             return None
 
-    def _received(self, sent: Sent | None) -> Any:
+    def _received(self, sent: Sent | WorkerEnded | None) -> Any:
         """The answer. None: the program was killed."""
         try:
-            return None if sent is None else sent.receive(MOST_WAIT_S)
-        except ChannelClosedError:
-            return None
+            return sent.receive(MOST_WAIT_S) if isinstance(sent, Sent) else sent
+        except HelperEndedError as error:
+            return _ended_with(error)
         except WaitTimeoutError:
             return WorkerEnded(-signal.SIGPROF)
 
@@ -376,7 +382,7 @@ class Follower:
         self.life += 1
         self._pid = answer.pid if isinstance(answer, Restarted) else 0
         status = -signal.SIGKILL if answer is None else answer.status
-        if status in (0, -signal.SIGKILL) or -status in STOP_SIGNALS:
+        if status == 0 or is_from_outside(status):
             return  # it is the first, or was ended from outside
         if any(compiled):
             self._num_ends.update(filter(None, compiled))
@@ -396,6 +402,11 @@ class Follower:
     def _mapped(self, size: int) -> mmap.mmap:
         os.ftruncate(self._fd, size)
         return mmap.mmap(self._fd, size)
+
+
+def _ended_with(error: HelperEndedError) -> WorkerEnded | None:
+    """None: the program was killed."""
+    return WorkerEnded(_NOT_KNOWN) if error.lane == FOLLOWING else None
 
 
 def _taken(numbers: deque[int]) -> list[int]:

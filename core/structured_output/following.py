@@ -13,12 +13,14 @@ the one that it worked on.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +39,7 @@ several at once), and behind it those of the forms that it compiles (0: none).""
 PREPARING_S = 1e-3
 """How long an answer to `Prepare` waits for the compilation."""
 MOST_COMPUTING_S, MOST_MASK_S = 3.0, 0.5
-"""CPU time limit for one message, and in addition for each mask: what takes longer has no end."""
+"""CPU time limit for one compilation or message, and in addition for each mask: what takes longer has no end."""
 MOST_AGAIN_S = 2e-3
 """CPU time limit, in addition, for each token that a matcher has to accept again in a new process."""
 MOST_CACHE_BYTES = 512 << 20
@@ -133,6 +135,14 @@ class _Job:
         self.ended = threading.Event()
         self.matcher: FormMatcher | None = None
         self.problem = ""
+        self.clock: int | None = None
+        """That of its thread's CPU time, once it runs."""
+
+    def check_computing(self) -> None:
+        """Ends the process if the compilation has taken so long that it has no end: its trial took less."""
+        with contextlib.suppress(OSError):  # the thread has just ended
+            if self.clock is not None and time.clock_gettime(self.clock) > MOST_COMPUTING_S:
+                os.kill(os.getpid(), signal.SIGPROF)
 
 
 class _Lost:
@@ -206,6 +216,7 @@ class Following:
             compiled[slot] = form.number  # here: two threads might take the same
             threading.Thread(target=self._compile, args=(job, form, compiled[slot : slot + 1]), daemon=True).start()
         if not job.ended.wait(PREPARING_S):
+            job.check_computing()
             return Prepared()
         if job.matcher is None:
             del self._jobs[form.number]
@@ -215,6 +226,7 @@ class Following:
     def _compile(self, job: _Job, form: Form, named: np.ndarray) -> None:
         """named: [1], the place in the shared memory that has the form's number meanwhile."""
         give_way()
+        job.clock = time.pthread_getcpuclockid(threading.get_ident())
         self._run(job, form)
         named[:] = 0
         job.ended.set()

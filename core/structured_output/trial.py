@@ -30,10 +30,8 @@ from headrace.core.structured_output.refusals import NO_ANSWER
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.background import give_way
-from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.process.helper import Helper, WorkerEnded, limit_memory
+from headrace.ipc.process.helper import Helper, HelperEndedError, WorkerEnded, is_from_outside, limit_memory
 from headrace.ipc.process.resources import allocated_bytes
-from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.wait import WaitTimeoutError
 
 PLAIN, OTHER = LANES = (0, 1)
@@ -45,7 +43,9 @@ MOST_BYTES = 512 << 20
 MOST_STACK_BYTES = 1 << 20
 """Most stack of the thread that tries grammars: half of what the threads have with which llguidance fills masks."""
 MOST_WAIT_S = 20.0
-"""Longest wait for a verdict, even on a busy machine."""
+"""Longest that a trial may take by the clock, even on a busy machine: the process ends itself then."""
+MOST_LATE_S = 60.0
+"""How long to wait for its end in addition. What answers nothing at all then is ended with the whole program."""
 MEASURED_S, MEASURED_CHARACTERS = 0.02, 1 << 14
 """The memory of a form that takes so much CPU time or is so long is measured, which takes some 10 ms itself: the C
 library walks through all of its free blocks."""
@@ -58,6 +58,8 @@ WALK_TOKENS = 12
 class Candidate(msgspec.Struct, frozen=True, tag=True):
     backend: str
     wanted: StructuredOutput
+    most_s: float
+    """By the clock."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +80,7 @@ class Trial:
 
     def check(self, backend: str, wanted: StructuredOutput, lane: int = OTHER) -> int:
         """The bytes that the grammar takes. Raises InvalidRequestError if it cannot be compiled or costs too much."""
-        candidate = Candidate(backend, wanted)
+        candidate = Candidate(backend, wanted, MOST_WAIT_S)
         with self._turns[lane]:
             # A process may have been killed from outside while it waited for work, so try twice.
             verdict = self._try(candidate, lane) or self._try(candidate, lane)
@@ -91,19 +93,22 @@ class Trial:
     def _try(self, candidate: Candidate, lane: int) -> Verdict | None:
         """None if a process was killed from outside."""
         try:
-            verdict: Verdict | WorkerEnded = self.helper.send(lane, candidate, MOST_WAIT_S).receive(MOST_WAIT_S)
-        except ChannelClosedError:
+            sent = self.helper.send(lane, candidate, MOST_LATE_S)
+            verdict: Verdict | WorkerEnded = sent.receive(candidate.most_s + MOST_LATE_S)
+        except HelperEndedError:
             return None
         except WaitTimeoutError:
-            return Verdict(f"SamplingParams.structured_outputs: the grammar was not compiled within {MOST_WAIT_S:g} s")
-        return verdict if isinstance(verdict, Verdict) else _verdict_of(verdict.status)
+            verdict = WorkerEnded(-signal.SIGALRM)
+        return verdict if isinstance(verdict, Verdict) else _verdict_of(verdict.status, candidate)
 
 
-def _verdict_of(status: int) -> Verdict | None:
+def _verdict_of(status: int, candidate: Candidate) -> Verdict | None:
     """That on a grammar whose process has ended with the status; None if it was killed from outside."""
-    if status == -signal.SIGKILL or -status in STOP_SIGNALS:
+    if is_from_outside(status):
         return None
-    if status == -signal.SIGPROF:
+    if status == -signal.SIGALRM:
+        said = f"the grammar was not compiled within {candidate.most_s:g} s"
+    elif status == -signal.SIGPROF:
         said = f"the grammar takes more than {MOST_COMPUTING_S:g} s to compile, which is as much as one may"
     else:
         said = (
@@ -134,7 +139,8 @@ class Trying:
             if candidate.backend not in made:
                 self._backend_of(candidate.backend)
                 self._limit()
-            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
+            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process, and so does SIGALRM
+            signal.setitimer(signal.ITIMER_REAL, candidate.most_s)
             backend, began_s = made[candidate.backend], time.thread_time()
             matcher = backend.compile(candidate.wanted)
             problem = _walk(backend, matcher, self._vocab_size)
@@ -146,6 +152,7 @@ class Trying:
         except HeadraceError as error:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if problem and candidate.backend in made:
             # Nobody will follow this grammar. A later one must not seem cheaper here, by parts of it in caches, than it
             # is where it is followed.

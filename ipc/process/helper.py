@@ -18,6 +18,7 @@ import mmap
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
-from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
+from headrace.ipc.process.child import STOP_SIGNALS, die_with_parent, leave_signals_to_parent
 from headrace.ipc.process.program import own_environment, python_command, starting_folder
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
@@ -41,6 +42,9 @@ LOOKING_S = 150e-6
 """How long a caller looks for an answer without sleeping."""
 MOST_NOT_LOOKED = 63
 """Most answers in a row for which it sleeps at once."""
+_LOST_LANE = 100
+"""Exit status, with the lane added, of a helper of whose messages with a worker one may be in the channel by half, as
+the worker has ended of itself in the middle."""
 _IDLE, _RECEIVING, _WORKING, _ANSWERING = range(4)
 
 
@@ -53,6 +57,21 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
     status: int
     """Negative: the number of the signal that ended it."""
+
+
+def is_from_outside(status: int) -> bool:
+    """Whether somebody else ended a process of this status, as in WorkerEnded."""
+    return status == -signal.SIGKILL or -status in STOP_SIGNALS
+
+
+class HelperEndedError(ChannelClosedError):
+    """The helper has ended, with all of its workers."""
+
+    def __init__(self, message: str, lane: int | None) -> None:
+        """lane: whose worker ended of itself and took the helper with it; None: nothing is known of the cause, such as
+        if the helper was killed."""
+        super().__init__(message)
+        self.lane = lane
 
 
 class Looking:
@@ -120,13 +139,12 @@ class Helper:
         self._begin()
 
     def send(self, lane: int, message: Any, most_wait_s: float) -> Sent:
-        """Passes work to the lane's worker; one answer follows. Raises ChannelClosedError if the helper was killed."""
+        """Passes work to the lane's worker; one answer follows. Raises HelperEndedError if the helper has ended."""
         running = self._begin()
         try:
             running.channels[lane].send(message, Deadline(most_wait_s))
         except (ChannelClosedError, WaitTimeoutError) as error:
-            self._end(running)
-            raise ChannelClosedError(str(error)) from error
+            raise HelperEndedError(str(error), self._end(running)) from error
         return Sent(running, lane, self._end, self._looking.get(lane))
 
     def end(self) -> None:
@@ -174,14 +192,17 @@ class Helper:
                 channels[0].send(self._beginning, Deadline(START_S))
         return _Running(process, channels, set(range(self._num_lanes)))
 
-    def _end(self, running: _Running) -> None:
-        """Ends the helper with its workers; a thread that waits for another lane learns that."""
+    def _end(self, running: _Running) -> int | None:
+        """Ends the helper with its workers; a thread that waits for another lane learns that. Returns which lane it
+        had lost, if that has ended it before."""
         with self._lock:
             if self._running is running:
                 self._running = None
-        if os.getpid() == self._owner:
-            running.process.kill()
-            running.process.wait()
+        if os.getpid() != self._owner:
+            return None
+        running.process.kill()
+        lost = running.process.wait() - _LOST_LANE
+        return lost if 0 <= lost < self._num_lanes else None
 
 
 class Sent:
@@ -189,13 +210,15 @@ class Sent:
 
     __slots__ = ("_end", "_lane", "_looking", "_running")
 
-    def __init__(self, running: _Running, lane: int, end: Callable[[_Running], None], looking: Looking | None) -> None:
+    def __init__(
+        self, running: _Running, lane: int, end: Callable[[_Running], int | None], looking: Looking | None
+    ) -> None:
         self._running, self._lane, self._end, self._looking = running, lane, end, looking
 
     def receive(self, most_wait_s: float, *, start_s: float = START_S, ends: bool = True) -> Any:
         """The answer, or WorkerEnded. start_s: how long to wait for the helper itself.
 
-        Raises ChannelClosedError if the helper was killed. Raises WaitTimeoutError if the answer takes longer; the
+        Raises HelperEndedError if the helper has ended. Raises WaitTimeoutError if the answer takes longer; the
         helper is ended then, unless `ends` is False: then `receive` may be called again.
         """
         running, lane = self._running, self._lane
@@ -212,8 +235,7 @@ class Sent:
                 self._end(running)
             raise
         except (HeadraceError, OSError, ValueError) as error:  # ValueError: its channel was closed
-            self._end(running)
-            raise ChannelClosedError(f"the helper process was ended ({error})") from error
+            raise HelperEndedError(f"the helper process was ended ({error})", self._end(running)) from error
 
 
 # --- the helper's side ------------------------------------------------------------------------------------------------
@@ -292,8 +314,10 @@ def _fork_workers(channels: Sequence[Channel], parents_end: int, work: Work, sta
                 channels[lane].send(WorkerEnded(status), Deadline(START_S))
             elif status == 0:
                 continue  # the parent has closed this lane
-            elif state != _IDLE or (status > 0 and status != RENEW):
-                return  # half a message is in the channel, or it cannot even begin: the parent starts a new helper
+            elif state != _IDLE:  # half a message is in the channel: the parent starts a new helper
+                os._exit(0 if is_from_outside(status) else _LOST_LANE + lane)
+            elif status > 0 and status != RENEW:
+                return  # it cannot even begin
             fork(lane, status)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny_models
-from deadly_grammars import DEADLY, DEADLY_TO_COMPILE, deadly_helper
+from deadly_grammars import COMPUTING, DEADLY, DEADLY_TO_COMPILE, WAITING, deadly_helper
 from patience import has_ended, wait_until
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, tokens_of
 from test_hostile_forms import forked_by
@@ -26,6 +26,7 @@ from test_structured_outputs import ENGINE, PERSON, ask, form
 from headrace import LLM
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
+from headrace.core.structured_output.trial import Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -258,6 +259,25 @@ def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not
             deadly.result()
 
 
+def test_a_compilation_without_an_end_is_given_up_and_disturbs_no_other(own_follower: Follower) -> None:
+    other = matcher_of(own_follower, FORM)
+    with pytest.raises(InvalidRequestError, match="has no end"):
+        matcher_of(own_follower, COMPUTING + FORM)
+    assert advance(own_follower, [(other, tokens_of("a")[0])]) == [True]
+
+
+def test_a_trial_that_takes_too_long_by_the_clock_ends_no_other_process(
+    own_follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.core.structured_output.trial.MOST_WAIT_S", 1.0)
+    before, following = matcher_of(own_follower, FORM), following_process(own_follower)
+    with pytest.raises(InvalidRequestError, match="not compiled within 1 s"):
+        Trial(own_follower.helper).check("llguidance", StructuredOutput(kind="regex", text=WAITING + FORM))
+    assert advance(own_follower, [(before, tokens_of("a")[0])]) == [True]
+    assert following.is_running()
+    assert following.ppid() == own_follower.helper.pid
+
+
 def test_a_process_that_is_killed_again_and_again_ends_the_requests(own_follower: Follower, monkeypatch: Any) -> None:
     def killed(*message: Any) -> Any:
         process = following_process(own_follower)
@@ -309,6 +329,7 @@ import numpy as np
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.follower import Follower
 from headrace.core.structured_output.held_memory import HeldMemory
+from headrace.core.structured_output.trial import Trial
 from headrace.ipc.messages import StructuredOutput
 
 follower = Follower(Vocabulary(sys.stdin.buffer.read(), {size}, (0,)), {backend!r})

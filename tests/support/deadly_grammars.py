@@ -1,7 +1,8 @@
 """The program that reads grammars, with libraries that crash: a regular expression that begins with [Zz] is deadly.
 
 Its matcher ends the process at one token, hangs at another, or ends the process while the mask after a third is made.
-One that begins with [Xx] ends the process that compiles it, after a while.
+One that begins with [Xx] ends the process that compiles it, after a while. One that begins with [Ww] is compiled for
+ever, and one with [Vv] for ever without computing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from headrace.ipc.process.helper import Helper, run_helper
 
 DEADLY = "[Zz]"
 DEADLY_TO_COMPILE = "[Xx]"
+COMPUTING, WAITING = "[Ww]", "[Vv]"
 TOKENS = "DEADLY_TOKENS"
 """An environment variable: the ids of the three tokens."""
 
@@ -78,6 +80,10 @@ class DeadlyBackend:
         if wanted.text.startswith(DEADLY_TO_COMPILE):
             time.sleep(0.3)
             os.abort()
+        while wanted.text.startswith(COMPUTING):
+            pass
+        while wanted.text.startswith(WAITING):
+            time.sleep(1)
         return DeadlyMatcher(self, self._backend.compile(wanted), is_deadly=wanted.text.startswith(DEADLY))
 
     def fill(self, positions: Any, masks: Any) -> None:
