@@ -89,7 +89,7 @@ def timed(llm: LLM, prompts: Sequence[Any], tokens: int) -> tuple[list[Any], flo
 
 
 def decode_rate(llm: LLM, prompts: Sequence[Any], **fields: Any) -> float:
-    """Tokens per second after the first tokens."""
+    """Tokens per second after the first tokens. Prompts are of one token, or steps of others' prompts would count."""
     outputs = llm.generate(list(prompts), params(NEW_TOKENS, **fields), use_tqdm=False)
     seconds = max(output.metrics.decode_s or 0.0 for output in outputs if output.metrics is not None)
     return len(outputs) * (NEW_TOKENS - 1) / seconds
@@ -107,7 +107,7 @@ def limit(name: str, streams: int, measured: dict[str, Any]) -> float:
 
 def decode(llm: LLM, name: str, numbers: random.Random, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     for streams in STREAMS:
-        rates = [decode_rate(llm, [prompt(numbers, 32) for _ in range(streams)]) for _ in range(arguments.rounds)]
+        rates = [decode_rate(llm, [prompt(numbers, 1) for _ in range(streams)]) for _ in range(arguments.rounds)]
         most = limit(name, streams, machine_limits())
         found[f"decode, {streams}"] = {"tok_s": rates, "limit_tok_s": most, "share": statistics.median(rates) / most}
 
