@@ -151,6 +151,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda x: F.relu(x).square(),
+        "normal_cdf": lambda x: 0.5 * (1 + torch.erf(x * 0.5**0.5)),
         "silu_to_7": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_7"]),
         "silu_to_16": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_16"]),
     }

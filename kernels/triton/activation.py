@@ -48,6 +48,8 @@ def activated(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp(-x))
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "normal_cdf":
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif KIND == "silu_to_7":

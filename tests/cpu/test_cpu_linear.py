@@ -180,7 +180,9 @@ def test_every_fp16_value_survives(runtime: Runtime) -> None:
     assert torch.equal(back.view(torch.int16)[keep], every.view(torch.int16)[keep])
 
 
-@pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh", "gelu", "relu", "relu2", "silu_to_7"])
+@pytest.mark.parametrize(
+    "activation", ["none", "silu", "gelu_tanh", "gelu", "relu", "relu2", "silu_to_7", "normal_cdf"]
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_gate_bias_and_residual_match_the_reference(runtime: Runtime, activation: str, gated: bool) -> None:
     for type_name, n, k in (("BF16", 90, 64), ("Q8_0", 64, 96)):

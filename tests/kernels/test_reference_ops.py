@@ -137,7 +137,7 @@ def test_rotary_turns_pairs_by_their_angle_and_leaves_the_rest() -> None:
         torch.testing.assert_close(turned, torch.cat([pairs.real, pairs.imag, x[..., 6:]], dim=-1))
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "normal_cdf"])
 def test_activate_and_multiply_takes_the_gate_from_the_first_half(kind: str) -> None:
     gate, up = torch.randn(2, 3, 8)
     fused = ops()["activate_and_multiply"].reference(torch.cat([gate, up], dim=-1), kind)

@@ -25,6 +25,7 @@ NOT_SAVED = {
     "MiMo-V2-Flash": "transformers' window counts the token itself, which the published size beside it does not",
     "Mistral-Small-3.1": "transformers' class says that the head is tied",
     "nomic-embed-text-v1.5": "transformers' class has the context that it was trained with",
+    "nomic-embed-text-v2-moe": "transformers' class has no experts",
     "granite-4.0-micro": "transformers checks sizes of layers that it has none of",
 }
 

@@ -98,6 +98,14 @@ def test_the_language_model_of_a_multimodal_folder_gives_its_tokens(name: str, t
     assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
+def test_experts_without_a_gate_may_have_another_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = replace(FAMILIES["nemotron_h"], config=FAMILIES["nemotron_h"].config | {"mlp_hidden_act": "gelu"})
+    monkeypatch.setitem(FAMILIES, "nemotron_h_gelu", kind)
+    prompts = [list(range(2, 2 + length)) for length in (1, 17, 40)]
+    with LLM(str(saved(tmp_path, "nemotron_h_gelu")), **TIGHT) as llm:
+        expect_answers("nemotron_h_gelu", prompts, generate_all_at_once(llm, prompts, PARAMS))
+
+
 def expect_answers_with_little_memory(folder: Path, name: str, **options: Any) -> None:
     """Of two rows' states, and of the tokens of little more than one."""
     path = saved(folder, name)

@@ -21,6 +21,10 @@ from headrace.executor.models.blocks import (
 )
 from headrace.executor.models.blocks.dense import Activation
 
+UNGATED: Mapping[str, Literal["relu", "normal_cdf"]] = {"relu2": "relu", "gelu": "normal_cdf"}
+"""By the activation f of experts without a gate, that of the gate with which gated experts, whose gate and up
+projection are one matrix, compute the same: relu(u) * u is the square of relu(u), and the probability of a standard
+normal variable below u, times u, is gelu(u)."""
 SHARED = Routing(num_chosen=1, scoring="sigmoid", renormalise=False)
 """Routing of a gated shared expert: the only expert of its stack, weighted by the sigmoid of its gate's logit."""
 
@@ -31,7 +35,7 @@ class Experts(Ffn):
     routing: Routing
     inner: int
     """Inner size of each expert."""
-    activation: Activation | Literal["clamped_silu"]
+    activation: Activation | Literal["clamped_silu", "normal_cdf"]
     shared_inner: int = 0
     """Inner size of the shared expert, which every token uses besides the chosen ones; 0: there is none."""
     shared_activation: Activation | None = None

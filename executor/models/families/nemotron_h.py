@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
 from headrace.executor.models.blocks import Axis, Declared, Ffn, Linear, Mixer, NoFfn, NoMixer
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
-from headrace.executor.models.blocks.experts import Experts
+from headrace.executor.models.blocks.experts import UNGATED, Experts
 from headrace.executor.models.blocks.recurrent import Ssd
 from headrace.executor.models.families import Config, Family, NotNativeError
 from headrace.executor.models.families._config import (
@@ -57,16 +56,11 @@ FIELDS: Mapping[frozenset[str], tuple[str, ...]] = MappingProxyType(
     }
 )
 """How the fields begin that layers of these kinds alone read."""
-EXPERTS = {"relu2": "relu"}
-"""Activation of an expert's gate with which a gated expert, whose gate and up projection are one matrix, computes
-another without a gate: relu(u) * u is the square of relu(u)."""
 
 
 @dataclass(frozen=True)
 class PlainSharedExperts(Experts):
-    """Experts beside a shared one that has no gate; nor have the others, see EXPERTS."""
-
-    shared_activation: Any = "relu2"
+    """Experts beside a shared one that has no gate; nor have the others, see UNGATED."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         found, name = dict(super().declare(spec)), f"{spec.names.shared_expert}.{spec.names.expert_up}"
@@ -134,8 +128,8 @@ def _attention(config: Config) -> Attention:
 
 def _mixture(config: Config) -> Experts:
     kind = activation(config, "mlp_hidden_act", "relu2")
-    if kind not in EXPERTS:
-        raise NotNativeError(f"experts without a gate are supported with relu2, not with {kind}")
+    if kind not in UNGATED:
+        raise NotNativeError(f"experts without a gate are supported with {' and '.join(UNGATED)}, not with {kind}")
     if config.get("moe_latent_size") is not None:
         raise NotNativeError("experts on latent vectors (moe_latent_size) are not supported")
     if flag(config, "mlp_bias", False):
@@ -147,8 +141,9 @@ def _mixture(config: Config) -> Experts:
         integer(config, "n_routed_experts", 8),
         corrected_routing(config),
         integer(config, "moe_intermediate_size", 7688),
-        "relu",
+        UNGATED[kind],
         shared_inner=shared,
+        shared_activation=kind,
         shared_gate=False,
         correction="vector",
     )

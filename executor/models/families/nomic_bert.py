@@ -1,9 +1,27 @@
-"""Nomic BERT (Nussbaum et al. 2024): BERT with rotary positions, a gated FFN and no biases."""
+"""Nomic BERT (Nussbaum et al. 2024): BERT with rotary positions, a gated FFN and no biases; and its second version
+(Nussbaum and Duderstadt 2025): biases, FFNs without a gate, in every other layer a mixture of experts."""
 
-from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from headrace.executor.models.arch import ArchSpec, Fused, StackedExperts, WeightNames
+from headrace.executor.models.blocks import Declared, Ffn, Held, Ops, Routing, Vector
 from headrace.executor.models.blocks.dense import Dense
+from headrace.executor.models.blocks.experts import UNGATED, Experts
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import activation, flag, head_dim_of, integer, number, one_of, rope
+from headrace.executor.models.families._config import (
+    activation,
+    flag,
+    head_dim_of,
+    integer,
+    number,
+    one_of,
+    plain,
+    rope,
+)
 from headrace.executor.models.families._encoders import IGNORABLE, classifier, encoder, heads_of, pooler
 from headrace.ipc.failure import ModelError
 
@@ -24,6 +42,11 @@ NAMES = WeightNames(
     mlp_norm="norm2",
     ignorable=IGNORABLE,
 )
+PLAIN_NAMES = replace(NAMES, up="mlp.fc1", router="mlp.router.layer", experts="mlp.experts", expert_gate="up_proj")
+"""Of models whose FFNs have no gate."""
+EXPERTS = StackedExperts("mlp.experts.mlp.w1", "mlp.experts.mlp.w2", flat=True)
+BIAS = "moe_bias"
+"""The config's key of GGUF files, which have no bias of experts: the converter leaves it out."""
 OWN_NAMES = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
@@ -38,31 +61,88 @@ OWN_NAMES = {
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": None}
 
 
+@dataclass(frozen=True)
+class BiasedExperts(Experts):
+    """Experts to whose weighted sum a bias is added once."""
+
+    num_ranks: int = 1
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {**super().declare(spec), "bias": Vector(f"{spec.names.experts}.bias", spec.hidden_size)}
+
+    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+        (found,) = super().emit(ops, held, x)
+        return [ops.call(lambda own, bias: own + (bias / self.num_ranks).to(own.dtype), found, held["bias"])]
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> Self:
+        """The ranks' results are added, so each has a part of the bias."""
+        return replace(super().for_ranks(tp_size, inner_block), num_ranks=tp_size)
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "a bias is added to the sum of experts"
+
+
 def build(config: Config) -> ArchSpec:
     """Reads the fields of transformers' class and those of the original one, which has GPT-2's names."""
     config = config.renamed(**{common: own for common, own in OWN_NAMES.items() if config.get(common) is None})
     config.pass_over(*OWN_NAMES.values())  # transformers' class reads its own alone, and saves both
-    gate = GATES.get(str(config.get("hidden_act")), config.get("hidden_act"))
-    config = config | {"hidden_act": gate}
+    named = str(config.get("hidden_act"))
+    config = config | {"hidden_act": GATES.get(named, config.get("hidden_act"))}
     _check(config)
+    every = integer(config, "moe_every_n_layers", 0)
+    is_gated = named in GATES or not (every or flag(config, "mlp_fc1_bias", False))
     head_dim, hidden = head_dim_of(config), integer(config, "hidden_size")
     attention_bias = flag(config, "qkv_proj_bias", False)
     names = (NAMES.query, NAMES.key, NAMES.value)
-    return encoder(
+    spec = encoder(
         config,
-        names=NAMES,
-        ffn=Dense(integer(config, "intermediate_size"), activation(config, "hidden_act", "silu")),
+        names=NAMES if is_gated else PLAIN_NAMES,
+        ffn=_gated(config) if is_gated else _plain(config),
         rope=rope(config, head_dim, 1000.0),
         attention={"bias": attention_bias, "output_bias": attention_bias},
         default_positions=2048,
         default_types=2,
         fused=(Fused("attn.Wqkv", tuple((name, hidden) for name in names)),),
         classifier=classifier(config, pooler(config)),
+        stacked=EXPERTS,
+    )
+    if not every:
+        config.pass_over("num_experts", "moe_top_k", "moe_normalize_expert_weights")
+        return spec
+    experts = _mixture(config)
+    layers = (replace(layer, ffn=experts) if index % every == 1 else layer for index, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
+
+
+def _gated(config: Config) -> Dense:
+    for key in ("mlp_fc1_bias", "mlp_fc2_bias"):
+        if flag(config, key, False):
+            raise ModelError(f"the config's {key} is true; FFNs with a gate are computed without")
+    return Dense(integer(config, "intermediate_size"), activation(config, "hidden_act", "silu"))
+
+
+def _plain(config: Config) -> Dense:
+    biases = {"bias": flag(config, "mlp_fc1_bias", True), "down_bias": flag(config, "mlp_fc2_bias", True)}
+    return replace(plain(config, integer(config, "intermediate_size"), "hidden_act", "gelu"), **biases)
+
+
+def _mixture(config: Config) -> Ffn:
+    kind = activation(config, "hidden_act", "gelu")
+    if kind not in UNGATED:
+        raise ModelError(f"experts without a gate are computed with {' and '.join(UNGATED)}, not with {kind}")
+    kind_of_experts = BiasedExperts if flag(config, BIAS, True) else Experts
+    return kind_of_experts(
+        integer(config, "num_experts"),
+        Routing(
+            integer(config, "moe_top_k", 1), "softmax", renormalise=flag(config, "moe_normalize_expert_weights", False)
+        ),
+        integer(config, "intermediate_size"),
+        UNGATED[kind],
     )
 
 
 def _check(config: Config) -> None:
-    for key in ("prenorm", "mlp_fc1_bias", "mlp_fc2_bias", "parallel_block", "rotary_emb_interleaved", "use_rms_norm"):
+    for key in ("prenorm", "parallel_block", "rotary_emb_interleaved", "use_rms_norm"):
         if flag(config, key, False):
             raise ModelError(f"the config's {key} is true; this family computes without")
     if number(config, "rotary_emb_scale_base", 0.0):
@@ -73,6 +153,7 @@ def _check(config: Config) -> None:
 FAMILY = Family(
     heads_of("NomicBert"),
     build,
+    assumes={"num_shared_experts": (0,), "expert_choice_router": (False,), "ffn_div": (1,)},
     ignored={
         "max_trained_positions": "of the dynamic scaling of longer contexts, which the folder does not ask for",
         "rotary_scaling_factor": "of the dynamic scaling of longer contexts",
@@ -86,5 +167,11 @@ FAMILY = Family(
         "mlp_checkpoint_lvl": "training alone",
         "sequence_parallel": "training alone",
         "type_vocab_size": "read",
+        "moe_impl": "a kernel of the original code",
+        "moe_resid_pdrop": "training alone",
+        "router_aux_loss_coef": "training alone",
+        "use_flash_attn": "a kernel of the original code",
+        "parallel_block_tied_norm": "of parallel blocks",
+        "add_pooling_layer": "what the folder's modules say",
     },
 )

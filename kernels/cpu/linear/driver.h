@@ -95,6 +95,7 @@ inline Floats activate(Activation activation, Floats value) {
       const Floats inner = value * 0.7978845608f * (1.0f + 0.044715f * value * value);
       return 0.5f * value * (1.0f + hyperbolic_tangent(inner));
     }
+    case Activation::kNormalCdf: return 0.5f * (1.0f + error_function(value * 0.70710678f));
     case Activation::kGelu: return 0.5f * value * (1.0f + error_function(value * 0.70710678f));
     case Activation::kRelu: return larger(value, all_lanes(0.0f));
     case Activation::kRelu2: {

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder
 from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, StringArray
+from headrace.executor.models.families.nomic_bert import BIAS
 from headrace.ipc.failure import ModelError
 
 POOLINGS = {0: "ALL", 1: "MEAN", 2: "CLS", 3: "LAST"}
@@ -92,6 +93,19 @@ def _nomic(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     return _bert(fields, config) | own | {"rope_theta": config["rope_theta"]}
 
 
+def _nomic_experts(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    others = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
+    return _nomic(fields, config) | {
+        **dict.fromkeys((*others, "moe_intermediate_size"), None),  # under its own names alone
+        "hidden_act": "gelu",
+        "mlp_fc1_bias": fields.holds("blk.0.ffn_up.bias"),
+        "mlp_fc2_bias": fields.holds("blk.0.ffn_down.bias"),
+        "moe_every_n_layers": fields.integer("moe_every_n_layers"),
+        "moe_top_k": fields.integer("expert_used_count"),
+        BIAS: False,
+    }
+
+
 def _jina(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     fields.expect("attention.max_alibi_bias", 8.0)
     return _bert(fields, config) | {"feed_forward_type": "geglu", "position_embedding_type": "alibi"}
@@ -104,5 +118,8 @@ ENCODERS: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "bert": GGUFArchitecture("BertModel", "bert", extra=_bert, heads=_HEADS),
         "jina-bert-v2": GGUFArchitecture("JinaBertModel", "jina_bert", extra=_jina, heads=_HEADS),
         "nomic-bert": GGUFArchitecture("NomicBertModel", "nomic_bert", extra=_nomic, heads=_HEADS),
+        "nomic-bert-moe": GGUFArchitecture(
+            "NomicBertModel", "nomic_bert", is_mixture=True, extra=_nomic_experts, always_renormalises=False
+        ),
     }
 )
