@@ -122,8 +122,14 @@ def _gated(config: Config) -> Dense:
 
 
 def _plain(config: Config) -> Dense:
-    biases = {"bias": flag(config, "mlp_fc1_bias", True), "down_bias": flag(config, "mlp_fc2_bias", True)}
-    return replace(plain(config, integer(config, "intermediate_size"), "hidden_act", "gelu"), **biases)
+    found = plain(
+        config,
+        integer(config, "intermediate_size"),
+        "hidden_act",
+        "gelu",
+        bias=flag(config, "mlp_fc1_bias", True),
+    )
+    return replace(found, down_bias=flag(config, "mlp_fc2_bias", True))
 
 
 def _mixture(config: Config) -> Ffn:
