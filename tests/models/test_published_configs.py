@@ -21,8 +21,6 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "support" / "published_configs.json").read_text(encoding="utf-8")
 )
 NOT_SAVED = {
-    "dbrx": "transformers saves another theta than that of attn_config",
-    "MiMo-V2-Flash": "transformers' window counts the token itself, which the published size beside it does not",
     "Mistral-Small-3.1": "transformers' class says that the head is tied",
     "nomic-embed-text-v1.5": "transformers' class has the context that it was trained with",
     "nomic-embed-text-v2-moe": "transformers' class has no experts",

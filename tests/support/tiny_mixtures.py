@@ -75,13 +75,14 @@ FAMILIES: dict[str, TinyModel] = {
     ),
     "dbrx": tiny(
         "Dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=128,
-        attn_config={"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 10000.0},
+        attn_config={"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 300.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
         ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
     ),
     "mimo_v2": tiny(
         "MiMoV2Flash", layer_types=["full_attention", "sliding_attention"],
-        head_dim=24, v_head_dim=8, sliding_window=20, attention_bias=True, n_routed_experts=8, num_experts_per_tok=3,
-        moe_intermediate_size=32, max_position_embeddings=1024,
+        head_dim=24, v_head_dim=8, sliding_window_size=19, attention_bias=True, n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=32, max_position_embeddings=1024,
     ),
     "longcat_flash": tiny(
         "LongcatFlash", num_layers=2, num_hidden_layers=4, ffn_hidden_size=48, expert_ffn_hidden_size=32, moe_topk=3,

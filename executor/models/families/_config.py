@@ -142,6 +142,7 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
     """
     given = rope_section(config)
     if layer_type is not None and layer_type in given:
+        given.pass_over("full_attention", "sliding_attention")  # of a type that no layer has, too
         given = given.section(layer_type)
     theta = _of_rope(config, given, "rope_theta", default_theta)
     rotary_dim = int(head_dim * _of_rope(config, given, "partial_rotary_factor", 1.0))

@@ -12,7 +12,9 @@ from headrace.executor.models.families._config import (
     llama_like,
     number,
     optional_number,
+    rope_section,
 )
+from headrace.ipc.failure import ModelError
 
 NAMES = WeightNames(
     prefixes=("transformer.", ""),
@@ -36,6 +38,9 @@ OWN_NAMES = {
     "max_position_embeddings": "max_seq_len",
 }
 
+SAVED_THETA = 10000.0
+"""The base in the rope_parameters that transformers saves of every published config."""
+
 
 def build(config: Config) -> ArchSpec:
     config = config.renamed(**OWN_NAMES)
@@ -44,7 +49,7 @@ def build(config: Config) -> ArchSpec:
         raise NotNativeError(f"the config's moe_normalize_expert_weights is {power}; supported are 1 and null")
     kv_heads = integer(attention, "kv_n_heads", 1)
     if attention.get("rope_theta") is not None:
-        config = config | {"rope_theta": number(attention, "rope_theta")}
+        config = _with_base(config, number(attention, "rope_theta"))
     given = "moe_normalize_expert_weights" in ffn
     mixture = Experts(
         integer(ffn, "moe_num_experts", 4),
@@ -63,6 +68,19 @@ def build(config: Config) -> ArchSpec:
         names=NAMES,
         stacked=STACKED,
     )
+
+
+def _with_base(config: Config, theta: float) -> Config:
+    """The config with attn_config's base of the rotation. transformers' class does not read that base, and saves its
+    own default beside it. Raises ModelError if another base is given."""
+    saved = config.section("rope_parameters")
+    if (saved.get("rope_type"), saved.get("rope_theta")) == ("default", SAVED_THETA):
+        config = config | {"rope_parameters": None}
+    for place in (config, rope_section(config)):
+        if (other := optional_number(place, "rope_theta")) not in (None, theta):
+            said = f"the config's rope_theta is {other!r}, and {theta!r} in its attn_config"
+            raise ModelError(f"{said}; it is one field")
+    return config | {"rope_theta": theta}
 
 
 FAMILY = Family(

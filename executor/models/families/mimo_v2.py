@@ -33,8 +33,7 @@ def build(config: Config) -> ArchSpec:
     config = {**defaults, "partial_rotary_factor": 0.334, "rms_norm_eps": 1e-5} | config.renamed(
         rms_norm_eps="layernorm_epsilon"
     )
-    if (size := optional_integer(config, "sliding_window_size")) is not None:
-        config = config | {"sliding_window": size + 1}  # the tokens before, and the token itself
+    config = config | _window(config)
     config = config | _listed(config, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"))
     config = config | _listed(config, "layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention"))
     num_layers = integer(config, "num_hidden_layers")
@@ -77,6 +76,17 @@ def _attention(config: Config, kind: str) -> Attention:
         bias=flag(config, "attention_bias", False),
         sinks=flag(config, key, has_sinks),
     )
+
+
+def _window(config: Config) -> dict[str, int]:
+    """The sliding window from the published `sliding_window_size`, the tokens before a token, to which it adds the
+    token itself. Publishers have the size under the window's name too, and transformers saves the window there."""
+    if (size := optional_integer(config, "sliding_window_size")) is None:
+        return {}
+    window = integer(config, "sliding_window") if config.stores("sliding_window") else size
+    if window not in (size, size + 1):
+        raise ModelError(f"the config's sliding_window is {window} and its sliding_window_size {size}")
+    return {"sliding_window": size + 1}
 
 
 def _listed(config: Config, key: str, own: str, words: tuple[str, str]) -> dict[str, Any]:
