@@ -31,4 +31,4 @@ def build(config: Config) -> ArchSpec:
     return llama_like({"rms_norm_eps": 1e-5} | config, ffn=dense(config, "hidden_act", "silu"), names=NAMES)
 
 
-FAMILY = Family(("ExaoneForCausalLM",), build, ignored={"embed_dropout": "training alone"})
+FAMILY = Family(("ExaoneForCausalLM",), build)
