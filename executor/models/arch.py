@@ -478,4 +478,5 @@ class ArchSpec:
 
     @property
     def has_states(self) -> bool:
-        return any(mixer.cache is None or mixer.state(1) for mixer in self.mixers)
+        """Whether a layer keeps a state per sequence."""
+        return any(mixer.state(1) for mixer in self.mixers)

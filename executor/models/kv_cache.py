@@ -181,13 +181,13 @@ def with_tables(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 def group_of_layers(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     """For each of a rank's layers the number of its cache group, of its attention's if it keeps a state too; a layer
-    that reads another's cache has its group."""
+    that reads another's cache has its group, and one that keeps nothing the first."""
     if len(groups) == 1:
         return (0,) * len(place.layers(spec.num_layers))
     numbers = {layer: number for number, group in reversed(list(enumerate(groups))) for layer in group.layers}
     sources = (spec.layers[layer].cache_of for layer in place.layers(spec.num_layers))
     own = zip(place.layers(spec.num_layers), sources, strict=True)
-    return tuple(numbers[layer if source is None else source] for layer, source in own)
+    return tuple(numbers.get(layer if source is None else source, 0) for layer, source in own)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Layout:
     """
 
     layers: tuple[LayerPlace, ...]
-    """Without those that keep a state."""
+    """Without those that keep a state or nothing."""
     every_layer: range
     """Numbers of the rank's layers in the model."""
 
@@ -235,7 +235,7 @@ class Layout:
             if (source := spec.layers[layer].cache_of) is not None:
                 found[layer] = replace(found[source], layer=layer)
                 continue
-            if (cache := caches[layer]) is None:  # it keeps a state
+            if (cache := caches[layer]) is None:
                 continue
             sharing = groups[group].layers_in_place
             at, nth = divmod(counts[group], sharing)
@@ -329,6 +329,10 @@ class _Memory:
         whole = (self._num_blocks * layer.sharing, *shape)
         return self.flat(key, math.prod(whole), dtype).view(whole)[layer.nth :]
 
+    def nothing(self, dtype: torch.dtype) -> Tensor:
+        """The tensor of a layer that caches no tokens."""
+        return torch.empty(0, 1, self._block_size, 1, dtype=dtype, device=self._device)
+
     def flat(self, key: object, size: int, dtype: torch.dtype) -> Tensor:
         """[size], zeroed."""
         if key not in self.of_key:
@@ -412,20 +416,29 @@ class _Views:
 
 
 def _in_places(layout: Layout, memory: _Memory, dtype: torch.dtype, *, has_row_scales: bool) -> _Views:
-    layers = layout.layers
+    placed = {at.layer: at for at in layout.layers}
+    layers = [placed.get(layer) for layer in layout.every_layer]
 
     def parts(name: str) -> tuple[Tensor, ...]:
-        sizes = (each.cache.key_size if name == "keys" else each.cache.value_size for each in layers)
-        return tuple(memory.view((name, at.place), at, size, dtype) for at, size in zip(layers, sizes, strict=True))
+        return tuple(
+            memory.nothing(dtype)
+            if at is None
+            else memory.view((name, at.place), at, at.cache.key_size if name == "keys" else at.cache.value_size, dtype)
+            for at in layers
+        )
 
     def scales(name: str) -> tuple[Tensor, ...]:
         if not has_row_scales:
             return ()
-        keys = ((name, "scales", each.place, each.sharing, each.cache.num_heads) for each in layers)
-        return tuple(memory.view(key, at, 0, torch.float32) for key, at in zip(keys, layers, strict=True))
+        return tuple(
+            memory.nothing(torch.float32)
+            if at is None
+            else memory.view((name, "scales", at.place, at.sharing, at.cache.num_heads), at, 0, torch.float32)
+            for at in layers
+        )
 
     keys, key_scales = parts("keys"), scales("keys")
-    if not layers[0].cache.value_size:
+    if not any(at.cache.value_size for at in layout.layers):
         return _Views(keys, keys, key_scales, key_scales)
     return _Views(keys, parts("values"), key_scales, scales("values"))
 
@@ -523,8 +536,7 @@ def _layer_scales(
     for layer in place.layers(spec.num_layers) if layer_scales else ():
         key, value = layer_scales[layer]
         cache = spec.for_ranks(place.tp_size).layers[layer].mixer.cache
-        assert cache is not None, "cache scales are of models whose layers all cache tokens"
-        values = key if keys_only else value
-        own = [_own_scale(each, cache.num_heads, place, device) for each in (key, values)]
+        values, heads = key if keys_only else value, 1 if cache is None else cache.num_heads
+        own = [_own_scale(each, heads, place, device) for each in (key, values)]
         found.append(CacheScales(own[0], own[1]))
     return tuple(found)

@@ -283,6 +283,7 @@ def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, An
         spec_from_config(LLAMA | changes)
 
 
+DECI = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": ""}, "hidden_act is ''; supported are silu"),
     ("llama", {"rope_parameters": {"rope_theta": 1e300}}, r"rope_theta is 1e\+300; at most 3\.403e\+38"),
@@ -305,12 +306,38 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_neo", {"attention_types": [["global", 3]]}, r"attention_types must be a list of \[kinds, number\]"),
     ("gpt_neo", {"attention_types": [[["global"], 2]]}, "global or local for each of 3 layers"),
     ("gpt_neo", {"attention_types": [[["global"], 3]]}, "attention_types say otherwise"),
+    ("deci", {"block_configs": [DECI]}, "block_configs must be a list of 5 layers"),
+    ("deci_heads", {"num_key_value_heads_per_layer": [2]}, "neither block_configs nor 2 num_key_value_heads_per_layer"),
     ("exaone4", {"sliding_window_pattern": "LLx"}, "sliding_window_pattern must be a number, or L and G"),
     ("granite", {"embedding_multiplier": 1e300}, r"embedding_multiplier is 1e\+300"),
     ("llama4", {"moe_layers": [7]}, r"moe_layers must be a list of layers from 0 to 3, got \[7\]"),
     ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim must be at least 1"),
     ("smollm3", {"no_rope_layers": [1, 0, 5, 1]}, "no_rope_layers must have 0 or 1 for each layer"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("attention", "ffn", "message"),
+    [
+        ({"replace_with_linear": True}, {}, r"block_configs\[1\].attention.replace_with_linear is True; not supported"),
+        ({"window_length": 64}, {}, r"attention.window_length is 64"),
+        ({"of_mine": 1}, {}, r"attention.of_mine is 1"),
+        ({"n_heads_in_group": 3}, {}, r"block_configs\[1\] has groups of 3 of 4 attention heads"),
+        ({"n_heads_in_group": None}, {}, r"n_heads_in_group must be a whole number, got nothing"),
+        ({}, {"sparsify": [1]}, r"ffn.sparsify is \[1\]"),
+        ({}, {"gated": False}, r"ffn.gated is False"),
+        ({}, {"moe": {}}, r"ffn.moe is \{\}"),
+        ({}, {"hidden_act": "gelu"}, r"ffn.hidden_act is 'gelu'"),
+        ({}, {"ffn_mult": None}, r"ffn_mult must be a number, got nothing"),
+    ],
+)
+def test_a_block_of_a_layer_that_is_not_computed_is_refused(
+    attention: dict[str, Any], ffn: dict[str, Any], message: str
+) -> None:
+    config = {key: value for key, value in configs()["deci"].items() if key != "num_hidden_layers"}
+    blocks = [DECI, {"attention": DECI["attention"] | attention, "ffn": DECI["ffn"] | ffn}]
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(config | {"block_configs": blocks, "num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), NONSENSE)

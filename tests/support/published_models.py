@@ -39,8 +39,8 @@ class Published:
     has_alibi: bool = False
     """Whether ALiBi replaces the twin's rotary embedding."""
     unit_head: bool = False
-    halved_gates: bool = False
-    """Whether the twin's gates of shared experts are 0, and so their factors one half."""
+    prepare: Callable[[Any], None] | None = None
+    """Changes the twin's weights to those with which it computes the same."""
 
 
 def _twin(name: str, **config: Any) -> TinyModel:
@@ -271,6 +271,68 @@ def _with_plain_shared_experts(state: State) -> State:
     })  # fmt: skip
 
 
+def _halve_gates(model: Any) -> None:
+    """Gates of shared experts that are 0, and so factors of one half."""
+    for stem, parameter in model.named_parameters():
+        if ".shared_expert_gate." in stem:
+            parameter.data.zero_()
+
+
+# Key/value heads and inner sizes; 0 where a layer has no attention or no FFN.
+DECI_LAYERS = ((4, 512), (0, 256), (2, 0), (0, 0), (1, 256))
+DECI_FACTORS = {256: 1.0, 512: 12.5}
+
+
+def _as_deci(model: Any) -> None:
+    """What DeciLM's layers lack is 0 here, and heads of keys that it has once are the same."""
+    for layer, (heads, inner) in zip(model.model.layers, DECI_LAYERS, strict=True):
+        layer.mlp.down_proj.weight.data[:, inner:] = 0
+        if heads == 0:
+            layer.self_attn.o_proj.weight.data.zero_()
+            continue
+        for each in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            own = each.weight.data.unflatten(0, (4, -1))[: 4 // heads * heads : 4 // heads]
+            each.weight.data = own.repeat_interleave(4 // heads, dim=0).flatten(0, 1)
+
+
+def _of_deci(state: State) -> State:
+    """Without what its layers lack."""
+    found = State()
+    for name, tensor in state.items():
+        _, _, rest = name.partition("model.layers.")
+        index, _, what = rest.partition(".")
+        heads, inner = DECI_LAYERS[int(index)] if rest else (4, 512)
+        if heads == 0 and what.startswith(("self_attn.", "input_layernorm.")):
+            continue
+        if inner == 0 and what.startswith(("mlp.", "post_attention_layernorm.")):
+            continue
+        if what.startswith(("self_attn.k_proj", "self_attn.v_proj")):
+            found[name] = tensor.unflatten(0, (heads, -1, tensor.shape[0] // 4))[:, 0].flatten(0, 1)
+        elif what.startswith("mlp.down_proj"):
+            found[name] = tensor[:, :inner]
+        else:
+            found[name] = tensor[:inner] if what.startswith("mlp.") else tensor
+    return found
+
+
+def _deci(config: dict[str, Any]) -> dict[str, Any]:
+    blocks = [
+        {
+            "attention": {
+                "no_op": heads == 0, "n_heads_in_group": 4 // heads if heads else None, "replace_with_linear": False,
+                "sparsify": None, "window_length": None, "num_sink_tokens": None, "unshifted_sink": False,
+                "use_prefill_window_in_sink_attention": False,
+            },
+            "ffn": {
+                "no_op": inner == 0, "ffn_mult": DECI_FACTORS.get(inner), "replace_with_linear": False,
+                "sparsify": None,
+            },
+        }
+        for heads, inner in DECI_LAYERS
+    ]  # fmt: skip
+    return _plain(config, block_configs=blocks, intermediate_size=None, num_key_value_heads=None, attention_bias=False)
+
+
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -342,14 +404,14 @@ PUBLISHED: dict[str, Published] = {
         "DeepseekForCausalLM", _twin("Qwen2Moe", **SHARED, norm_topk_prob=False, mlp_only_layers=[0]), SHARED_NAMES,
         lambda config: _shared(config, n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1,
                                norm_topk_prob=False, moe_layer_freq=1, scoring_func="softmax"),
-        _with_plain_shared_experts, halved_gates=True,
+        _with_plain_shared_experts, prepare=_halve_gates,
     ),
     "bailing_moe": Published(
         "BailingMoeForCausalLM", _twin("Qwen2Moe", **SHARED, norm_topk_prob=True, num_key_value_heads=2),
         SHARED_NAMES | LING_NAMES,
         lambda config: _shared(config, num_experts=8, num_shared_experts=2, norm_topk_prob=True, norm_head=False,
                                first_k_dense_replace=0),
-        lambda state: _with_plain_shared_experts(_fused("attention.query_key_value", 1)(state)), halved_gates=True,
+        lambda state: _with_plain_shared_experts(_fused("attention.query_key_value", 1)(state)), prepare=_halve_gates,
     ),
     "bailing_moe_v2": Published(
         "BailingMoeV2ForCausalLM",
@@ -368,6 +430,14 @@ PUBLISHED: dict[str, Published] = {
         "YiForCausalLM", _twin("Llama", num_key_value_heads=2),
         {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"}, _plain,
     ),
+    "deci": Published(
+        "DeciLMForCausalLM",
+        _twin("Llama", num_hidden_layers=5, intermediate_size=512), {}, _deci, _of_deci, prepare=_as_deci,
+    ),
+    "deci_heads": Published(
+        "DeciLMForCausalLM", _twin("Llama", num_key_value_heads=2), {},
+        lambda config: _plain(config, num_key_value_heads_per_layer=[2, 2], num_key_value_heads=None),
+    ),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
 }  # fmt: skip
 
@@ -375,10 +445,8 @@ PUBLISHED: dict[str, Published] = {
 def twin_of(name: str) -> Any:
     """The twin, a model of transformers."""
     model = tiny_models.make(PUBLISHED[name].twin)
-    if PUBLISHED[name].halved_gates:
-        for stem, parameter in model.named_parameters():
-            if ".shared_expert_gate." in stem:
-                parameter.data.zero_()
+    if (prepare := PUBLISHED[name].prepare) is not None:
+        prepare(model)
     return model
 
 

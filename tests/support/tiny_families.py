@@ -51,8 +51,10 @@ FAMILIES: dict[str, TinyModel] = {
     "gpt_neox": tiny("GPTNeoX", hidden_size=64, tie_word_embeddings=False),
     "gpt_neox_serial": tiny("GPTNeoX", hidden_size=64, use_parallel_residual=False, attention_bias=False),
     "gptj": tiny("GPTJ", **GPT2, rotary_dim=4, tie_word_embeddings=False),
-    "codegen": tiny("CodeGen", **(GPT2 | {"n_head": 8, "n_embd": 64}), rotary_dim=6, tie_word_embeddings=False),
-    "persimmon": tiny("Persimmon", tie_word_embeddings=False),
+    "codegen": tiny(
+        "CodeGen", embedding_std=1.0, hidden_size=64, num_attention_heads=8, rotary_dim=6, tie_word_embeddings=False
+    ),
+    "persimmon": tiny("Persimmon", embedding_std=0.5, tie_word_embeddings=False),
     "persimmon_plain": tiny("Persimmon", qk_layernorm=False, tie_word_embeddings=False),
     "gpt_neo": tiny(
         "GPTNeo", num_hidden_layers=3, window_size=20, attention_types=[[["global", "local", "global"], 1]]

@@ -46,8 +46,9 @@ def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]
     found = []
     for index, layer in enumerate(spec.layers):
-        cache = layer.mixer.cache
-        assert cache is not None, "no layer keeps a state"
+        if (cache := layer.mixer.cache) is None:  # neither keys nor values
+            found.append(((1.0,), (1.0,)))
+            continue
         start, heads = starts[index if layer.cache_of is None else layer.cache_of], cache.num_heads
         own = [name for name in held if name.startswith(start)]
         pair = _scale(source, own, KEYS, heads), _scale(source, own, VALUES, heads)

@@ -8,7 +8,6 @@ _LACKING = {
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
     "AXK1ForCausalLM": "a norm behind experts, which some layers lack",
     "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
-    "DeciLMForCausalLM": f"layers of different shapes, some without attention or an FFN, and {_REMOTE}",
     "DeepseekV4ForCausalLM": "compressed keys and values, and several residual streams (hyper-connections)",
     "Glm5NextForCausalLM": "attention to keys that an index chooses beside recurrent layers",
     "Grok1ForCausalLM": _REMOTE,
