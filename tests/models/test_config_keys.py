@@ -283,7 +283,7 @@ def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, An
         spec_from_config(LLAMA | changes)
 
 
-DECI = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+DECI: dict[str, dict[str, Any]] = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": ""}, "hidden_act is ''; supported are silu"),
     ("llama", {"rope_parameters": {"rope_theta": 1e300}}, r"rope_theta is 1e\+300; at most 3\.403e\+38"),

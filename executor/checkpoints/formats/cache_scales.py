@@ -44,7 +44,7 @@ def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str
         return ()
     prefix = spec.names.prefix_in(source.names())
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]
-    found = []
+    found: list[LayerScales] = []
     for index, layer in enumerate(spec.layers):
         if (cache := layer.mixer.cache) is None:  # neither keys nor values
             found.append(((1.0,), (1.0,)))
