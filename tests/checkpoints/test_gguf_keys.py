@@ -34,6 +34,8 @@ SIZES = {"feed_forward_length", "expert_feed_forward_length", "attention.head_co
 ROTATION = {"rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa"}
 UNSCALED = {"context_length", "rope.scale_linear"}
 """With YaRN: its context is the original one times the factor, which has a newer key."""
+OFF_BY_TYPE = {"rope.scaling.factor", "rope.scale_linear"}
+"""With a scaling of type none."""
 OF_NO_EFFECT: dict[str, set[str]] = {
     "gpt2": ROTATION,
     "starcoder": ROTATION,
@@ -50,6 +52,14 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "deepseek2, version 2": UNSCALED,
     "deepseek2, version 3": UNSCALED,
     "gpt-oss": UNSCALED,
+    "mistral3": UNSCALED,
+    "deepseek": OFF_BY_TYPE,
+    "hunyuan-dense": {"rope.scaling.original_context_length"},  # beside a base that is stretched already
+    "hunyuan-dense, alpha": {"rope.scaling.original_context_length", *OFF_BY_TYPE},
+    "hunyuan-moe": {"rope.scaling.original_context_length"},
+    "qwen2vl": {"n_deepstack_layers"},  # of images
+    "qwen3vl": {"n_deepstack_layers"},
+    "qwen3vlmoe": {"n_deepstack_layers"},
     "llama, yarn": UNSCALED,
     "llama, linear scaling": {"rope.scale_linear"},
     "exaone4, full": {"attention.sliding_window_pattern"},  # there is no window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,6 +104,11 @@ def recurrent(name: str, **changes: Any) -> Source:
     return Source(RECURRENT[name].model_class, lambda: _of(tiny_models.make(RECURRENT[name], **changes)))
 
 
+def in_another(architecture: str, source: Source) -> Source:
+    """The model as the converter writes a checkpoint of another architecture, whose language model it is."""
+    return Source(source.architecture, lambda: replace(source.make(), architecture=architecture))
+
+
 def published(name: str) -> Source:
     return Source(PUBLISHED[name].architecture, lambda: _as_published(name))
 
@@ -142,6 +147,7 @@ CASES: dict[str, Source] = {
     "bloom, 6 heads": plain("bloom_6_heads"),
     "cohere2": plain("cohere2", **THREE_TO_ONE),
     "command-r": plain("cohere"),
+    "exaone": published("exaone"),
     "exaone4": plain("exaone4"),
     "exaone4, full": plain("exaone4_full"),
     "falcon": plain("falcon", **FALCON),
@@ -151,6 +157,17 @@ CASES: dict[str, Source] = {
     "gpt2": plain("gpt2"),
     "gptneox": plain("gpt_neox"),
     "gptneox, serial": plain("gpt_neox_serial"),
+    "hunyuan-dense": plain("hunyuan"),
+    "hunyuan-dense, alpha": plain("hunyuan_alpha", max_position_embeddings=256 * 1024),
+    "hunyuan-moe": mixture("hunyuan_moe"),
+    "mistral3": plain("ministral3"),
+    "mistral3, mistral": in_another("Mistral3ForConditionalGeneration", plain("mistral")),
+    "qwen2vl": in_another("Qwen2VLForConditionalGeneration", plain("qwen2")),
+    "qwen3vl": in_another("Qwen3VLForConditionalGeneration", plain("qwen3")),
+    "qwen3vlmoe": in_another("Qwen3VLMoeForConditionalGeneration", plain("qwen3_moe")),
+    "xverse": Source(
+        "XverseForCausalLM", lambda: replace(_of(tiny_models.build("llama")), architecture="XverseForCausalLM")
+    ),
     "granite": plain("granite"),
     "granite, biases": plain("granite_biases"),
     "mpt": plain("mpt"),
@@ -209,6 +226,9 @@ CASES: dict[str, Source] = {
     "baichuan, 13B": published("baichuan_13b"),
     "chatglm": published("chatglm"),
     "internlm2": published("internlm2"),
+    "bailingmoe": published("bailing_moe"),
+    "bailingmoe2": published("bailing_moe_v2"),
+    "deepseek": published("deepseek"),
     "minicpm": published("minicpm"),
     "orion": published("orion"),
     "pangu-embedded": published("pangu_embedded"),

@@ -13,12 +13,12 @@ Config = Mapping[str, Any]
 EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 PERMUTED = (
     "llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "olmo",
-    "baichuan", "internlm2", "minicpm",
+    "baichuan", "internlm2", "minicpm", "deepseek", "mistral3", "xverse", "bailingmoe", "exaone",
 )  # fmt: skip
 LATENT = ("deepseek2", "minicpm3", "kimi-linear")
-OWN_HEADS = ("qwen3", "gemma2", "gemma3", "gemma3n", "gpt-oss")
+OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss")
 NAMES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "context": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
@@ -58,7 +58,7 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     writer.add_head_count(heads)
     if arch not in ("gpt2", "mpt", "qwen"):
         writer.add_head_count_kv(1 if arch in ("deepseek2", "starcoder") else _groups(arch, config, heads))
-    if arch == "qwen" or arch.startswith("nemotron_h"):
+    if arch in ("qwen", "exaone") or arch.startswith("nemotron_h"):
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif arch.startswith("lfm2"):
         writer.add_layer_norm_rms_eps(config["norm_eps"])
@@ -267,7 +267,8 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     count = next(config[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k))
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "dots1", "lfm2moe", "qwen3next", "qwen35moe"):
+    with_inner = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "glm4moe", "deepseek2", "dots1", "lfm2moe", "qwen3next")
+    if arch in (*with_inner, "qwen35moe", "bailingmoe", "bailingmoe2", "deepseek"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     elif arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -461,10 +462,68 @@ def _mpt(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
 
 
+def _ling(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
+
+
+def _ling2(writer: gguf.GGUFWriter, config: Config) -> None:
+    _ling(writer, config)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _deepseek(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _hunyuan(writer: gguf.GGUFWriter, config: Config) -> None:
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "dynamic":
+        dim = config["head_dim"]
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(256 * 1024)
+        writer.add_context_length(256 * 1024)
+
+
+def _hunyuan_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    _hunyuan(writer, config)
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["moe_topk"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_count(1)
+
+
+def _mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _of_text(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_rope_dimension_sections([3, 3, 2, 0])
+    writer.add_uint32(gguf.Keys.LLM.NUM_DEEPSTACK_LAYERS.format(arch=writer.arch), 3)
+
+
 OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
+    "bailingmoe": _ling,
+    "bailingmoe2": _ling2,
     "cohere2": _cohere2,
     "command-r": lambda writer, config: writer.add_logit_scale(config["logit_scale"]),
     "dbrx": _dbrx,
+    "deepseek": _deepseek,
     "deepseek2": _deepseek2,
     "ernie4_5-moe": _ernie,
     "exaone-moe": _exaone_moe,
@@ -480,6 +539,8 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "granite": _granite,
     "granitehybrid": _granite_hybrid,
     "granitemoe": _granite,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
     "jamba": _jamba,
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
@@ -487,9 +548,13 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "llama4": lambda writer, config: writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"]),
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
+    "mistral3": _mistral3,
     "mpt": _mpt,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h_moe,
+    "qwen2vl": lambda writer, config: writer.add_rope_dimension_sections([3, 3, 2, 0]),
+    "qwen3vl": _of_text,
+    "qwen3vlmoe": _of_text,
     "qwen35": _delta,
     "qwen35moe": _delta,
     "qwen3next": _delta,

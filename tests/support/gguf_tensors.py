@@ -59,7 +59,13 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield from _gpt_oss(start, last, tensor)
     elif arch == "llama4" and start.endswith(".experts"):
         yield from _llama4(start, last, tensor)
-    elif "query_key_value" in name and arch != "chatglm":
+    elif "query_key_value" in name and arch == "bailingmoe":
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config["hidden_size"] // heads
+        parts = tensor.split((heads * size, groups * size, groups * size))
+        for letter, part, count in zip("qkv", parts, (heads, groups, 0), strict=True):
+            yield f"{blk}attn_{letter}.weight", _permuted(part, count) if count else part
+    elif "query_key_value" in name and arch not in ("chatglm", "bailingmoe2"):
         yield name, _ungrouped(tensor, _qkv_parts(arch, config))
     elif name.endswith(("attention.wqkv.weight", "self_attn.W_pack.weight")):
         groups = config["num_key_value_heads"] if "wqkv" in name else 1
@@ -260,7 +266,7 @@ def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
         return _multiplied(name, tensor, config)
     if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.T
-    if arch in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):
+    if arch in PERMUTED and arch != "exaone" and name.split(".")[-2] in ("q_proj", "k_proj"):
         return _permuted(tensor, config[f"num_{'attention' if '.q_proj.' in name else 'key_value'}_heads"])
     return tensor
 

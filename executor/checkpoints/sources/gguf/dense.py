@@ -312,6 +312,35 @@ def _minicpm3(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def hunyuan(fields: Fields, config: Config) -> dict[str, Any]:
+    """The rotary base is stretched in the file already, beside the length that this makes."""
+    if config.get("rope_scaling") is None:
+        fields.has("rope.scaling.original_context_length")
+    return biases(fields, config) | {"use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
+
+
+def _mistral3(fields: Fields, config: Config) -> dict[str, Any]:
+    """Ministral 3, whose queries grow beyond the context before YaRN; without that, Mistral 3's language model."""
+    found: dict[str, Any] = {"sliding_window": None}
+    growth, scaling = fields.number("attention.temperature_scale", 0.0), config.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        fields.expect("rope.scaling.attn_factor", 1.0)
+        original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+        scaling = {**scaling, "original_max_position_embeddings": original}
+        if all_dim := fields.number("rope.scaling.yarn_log_multiplier", 0.0):
+            scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
+        found["rope_scaling"] = scaling | ({"llama_4_scaling_beta": growth} if growth else {})
+    elif growth:
+        fields.expect("attention.temperature_scale", 0.0)
+    return found if growth else found | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def of_text(fields: Fields, config: Config) -> dict[str, Any]:
+    """A language model beside a vision tower that is in another file; this says which of its layers read images."""
+    fields.has("n_deepstack_layers")
+    return {}
+
+
 GEMMA4_NAMES = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
@@ -334,6 +363,7 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", extra=_cohere2),
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
         "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),
+        "exaone": GGUFArchitecture("ExaoneForCausalLM", "exaone"),
         "exaone4": GGUFArchitecture("Exaone4ForCausalLM", "exaone4", extra=_exaone4),
         "falcon": GGUFArchitecture("FalconForCausalLM", "falcon", extra=_falcon),
         "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
@@ -354,10 +384,12 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "gpt2": GGUFArchitecture("GPT2LMHeadModel", "gpt2", extra=_gpt2),
         "gptneox": GGUFArchitecture("GPTNeoXForCausalLM", "gpt_neox", extra=_neox),
         "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=granite),
+        "hunyuan-dense": GGUFArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", extra=hunyuan),
         "internlm2": GGUFArchitecture("InternLM2ForCausalLM", "internlm2", permuted=True, extra=_internlm2),
         "llama": GGUFArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=biases),
         "minicpm": GGUFArchitecture("MiniCPMForCausalLM", "minicpm", permuted=True, extra=_minicpm),
         "minicpm3": GGUFArchitecture("MiniCPM3ForCausalLM", "minicpm3", extra=_minicpm3),
+        "mistral3": GGUFArchitecture("Ministral3ForCausalLM", "ministral3", permuted=True, extra=_mistral3),
         "mpt": GGUFArchitecture("MptForCausalLM", "mpt", extra=_mpt),
         "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", offset_norms=True, extra=_squared_relu),
         "olmo": GGUFArchitecture("OlmoForCausalLM", "olmo", permuted=True, extra=_clipped),
@@ -368,11 +400,14 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=window),
         "qwen": GGUFArchitecture("QWenLMHeadModel", "qwen"),
         "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
+        "qwen2vl": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", extra=of_text),
         "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
+        "qwen3vl": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", extra=of_text),
         "seed_oss": GGUFArchitecture("SeedOssForCausalLM", "seed_oss", extra=_seed_oss),
         "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", permuted=True, extra=biases),
         "stablelm": GGUFArchitecture("StableLmForCausalLM", "stablelm", extra=_stablelm),
         "starcoder": GGUFArchitecture("GPTBigCodeForCausalLM", "gpt_bigcode", extra=_gpt2),
         "starcoder2": GGUFArchitecture("Starcoder2ForCausalLM", "starcoder2", extra=_starcoder2),
+        "xverse": GGUFArchitecture("XverseForCausalLM", "xverse", permuted=True, extra=biases),
     }
 )

@@ -8,7 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
-from headrace.executor.checkpoints.sources.gguf.dense import Config, granite, layers_with_windows, query_biases, window
+from headrace.executor.checkpoints.sources.gguf.dense import (
+    Config,
+    granite,
+    hunyuan,
+    layers_with_windows,
+    of_text,
+    query_biases,
+    window,
+)
 from headrace.executor.models.families._config import longrope_attention_factor
 
 SIGMOID, SOFTMAX_OF_CHOSEN = 2, 3
@@ -180,8 +188,53 @@ def _phimoe(fields: Fields, config: Config) -> dict[str, Any]:
     return query_biases(fields, config) | window(fields, config) | head | rope
 
 
+def _hunyuan(fields: Fields, config: Config) -> dict[str, Any]:
+    count = fields.integer("expert_shared_count", 1)
+    fields.expect("expert_shared_feed_forward_length", count * config["intermediate_size"])
+    return hunyuan(fields, config) | {"mlp_bias": None, "num_shared_expert": count}
+
+
+def _ling(fields: Fields, config: Config) -> dict[str, Any]:
+    fused = fields.holds("blk.0.attn_qkv.bias")
+    return {
+        "use_qkv_bias": fused or fields.holds("blk.0.attn_q.bias"),
+        "use_bias": fields.holds("blk.0.attn_output.bias"),
+    }
+
+
+def _ling2(fields: Fields, config: Config) -> dict[str, Any]:
+    inner = fields.integer("expert_feed_forward_length") * fields.integer("expert_shared_count", 0)
+    fields.expect("expert_shared_feed_forward_length", inner)
+    return _ling(fields, config) | {"use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
+
+
 MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
+        "bailingmoe": GGUFArchitecture(
+            "BailingMoeForCausalLM",
+            "bailing_moe",
+            permuted=True,
+            is_mixture=True,
+            extra=_ling,
+            routes_in_groups=True,
+            names={f"attn_{each}": f"attention.{each}_proj" for each in "qkv"},
+        ),
+        "bailingmoe2": GGUFArchitecture(
+            "BailingMoeV2ForCausalLM",
+            "bailing_moe_v2",
+            is_mixture=True,
+            extra=_ling2,
+            routes_in_groups=True,
+            gating=(SIGMOID,),
+        ),
+        "deepseek": GGUFArchitecture(
+            "DeepseekForCausalLM",
+            "deepseek",
+            permuted=True,
+            is_mixture=True,
+            routes_in_groups=True,
+            always_renormalises=False,
+        ),
         "deepseek2": GGUFArchitecture(
             "DeepseekV2ForCausalLM",
             "deepseek_v2",
@@ -231,6 +284,9 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             extra=granite,
             always_renormalises=True,
         ),
+        "hunyuan-moe": GGUFArchitecture(
+            "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", is_mixture=True, extra=_hunyuan, always_renormalises=True
+        ),
         "llama4": GGUFArchitecture(
             "Llama4ForCausalLM",
             "llama4_text",
@@ -248,6 +304,9 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         ),
         "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),
         "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, renormalised=True),
+        "qwen3vlmoe": GGUFArchitecture(
+            "Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, extra=of_text, renormalised=True
+        ),
     }
 )
 MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, always_renormalises=True)
