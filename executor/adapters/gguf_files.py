@@ -42,6 +42,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "granitehybrid": ("BambaForCausalLM",),
         "llama": ("MistralForCausalLM", "MistralConsolidated", "MixtralForCausalLM", "InternLM3ForCausalLM"),
         "mamba": ("FalconMambaForCausalLM",),
+        "mistral3": ("MistralForCausalLM",),
         "olmo2": ("Olmo3ForCausalLM",),
     }
 )

@@ -47,6 +47,8 @@ class CpuAttend:
             rotary=ops.rotary(declared.rope),
             query_norm=self.query_norm,
             key_norm=self.key_norm,
+            norm_after_rotation=declared.norm_after_rotation,
+            clip_qkv=declared.clip_qkv,
             window=declared.sliding_window,
             soft_cap=declared.soft_cap,
             sinks=self.sinks,

@@ -328,7 +328,7 @@ class EagerAttend:
             else weights.distance_bias(declared.distance_bias, prefix),
         )
         self._chunk_size, self._query_growth = declared.chunk_size, declared.query_growth
-        self._reads_only = declared.reads_only
+        self._reads_only, self._clip = declared.reads_only, declared.clip_qkv
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
         # Norms, rotation and cache write as one kernel, where the device has it: each is small and costs a launch.
@@ -347,6 +347,8 @@ class EagerAttend:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], or [num_tokens, num_heads * head_dim] if the layer
         only reads the cache -> [num_tokens, num_heads * head_dim]"""
         num_kv_heads = 0 if self._reads_only else self.num_kv_heads
+        if self._clip is not None:
+            qkv = qkv.clamp(-self._clip, self._clip)
         heads = qkv.view(len(qkv), self.num_heads + 2 * num_kv_heads, self.head_dim)
         query, key, value = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
         if self._prepare is not None:

@@ -38,6 +38,7 @@ def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
 SAID_OTHERWISE = {
     "chatglm, glm4": "its config and its names are ChatGLM's, of which a file cannot be told",
     "gemma4, experts": "the size of the vocabulary of inputs of each layer, which it has none of",
+    "hunyuan-dense, alpha": "the rotary base that its alpha makes, in float32",
     "falcon-h1": "its multipliers are in the matrices",
     "falcon-h1, normed": "its multipliers are in the matrices",
 }

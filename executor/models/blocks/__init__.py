@@ -199,6 +199,8 @@ class Attend(Declared):
     """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
     norm_after_rotation: bool = False
     """Whether the norms follow the rotation."""
+    clip_qkv: float | None = None
+    """Largest magnitude of queries, keys and values, to which they are clipped before the norms of heads."""
     query_growth: tuple[int, float, int] | None = None
     """positions_per_step, share and offset of `executor.models.chunks.query_growth`; None: queries are not scaled."""
     causal: bool = True

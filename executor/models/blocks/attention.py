@@ -99,6 +99,7 @@ class Attention(Mixer):
             query_norm=head_norms.get("query_norm"),
             key_norm=head_norms.get("key_norm"),
             norm_after_rotation=self.norm_after_rotation,
+            clip_qkv=self.clip_qkv,
             query_growth=self.query_growth,
         )
         found["output"] = Linear(((names.output, hidden),), results, self.output_bias)
@@ -117,8 +118,6 @@ class Attention(Mixer):
             queries, keys = (held[name].columns for name in ("query_norm", "key_norm"))
             qkv = ops.norm(held["query_norm"], qkv, 0, queries)
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
-        if self.clip_qkv is not None:
-            qkv = ops.call(_clipped, qkv, self.clip_qkv)
         gate = ops.linear(held["gate"], x) if "gate" in held else None
         attended = ops.mix(held["attend"], qkv)
         if gate is not None:
@@ -197,18 +196,10 @@ class Attention(Mixer):
         return ""
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
-            return "the program norms queries and keys by RMS norms with weights alone."
-        if self.norm_after_rotation:
-            return "the program norms queries and keys before their rotation alone."
+        if self.qk_norm == "head" and not spec.norm.affine:
+            return "the program norms queries and keys by norms with weights alone."
         if self.query_growth is not None:
             return f"the program scales no queries, which grow from position {self.query_growth[0]} on."
-        if self.clip_qkv is not None:
-            return "the program clips no queries, keys and values."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""
-
-
-def _clipped(qkv: Any, most: float) -> Any:
-    return qkv.clamp(-most, most)

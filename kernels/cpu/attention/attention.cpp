@@ -117,13 +117,8 @@ void run(const AttentionArgs& args, const Step& step, int thread, int num_thread
   Division(args, step, num_threads).run_share(worker, thread, num_threads);
 }
 
-// Converts one head to float, normalises and rotates it into to[head_dim].
-void prepare_head(const RotaryArgs& args, const Step& step, int64_t row, const void* from, const float* norm,
-                  float* to) {
-  const int head_dim = args.cache.head_dim, half = args.rotary_half;
-  load_values(from, args.type, head_dim, to);
-  if (norm != nullptr) norm_values(NormKind::kRms, to, head_dim, norm, nullptr, args.norm_eps, to);
-  if (args.cos == nullptr) return;
+void rotate(const RotaryArgs& args, const Step& step, int64_t row, float* to) {
+  const int half = args.rotary_half;
   const int64_t at = (args.by_token != 0 ? row : step.positions[row]) * int64_t{half};
   const float *cos = args.cos + at, *sin = args.sin + at;
   int i = 0;
@@ -140,10 +135,30 @@ void prepare_head(const RotaryArgs& args, const Step& step, int64_t row, const v
   }
 }
 
+// Converts one head to float and clips it.
+void load_head(const RotaryArgs& args, const void* from, float* to) {
+  const int head_dim = args.cache.head_dim;
+  load_values(from, args.type, head_dim, to);
+  if (args.clip <= 0.0f) return;
+  for (int i = 0; i < head_dim; ++i) to[i] = std::min(std::max(to[i], -args.clip), args.clip);
+}
+
+// Converts one head to float, clips, normalises and rotates it into to[head_dim].
+void prepare_head(const RotaryArgs& args, const Step& step, int64_t row, const void* from, const float* norm,
+                  const float* bias, float* to) {
+  const int head_dim = args.cache.head_dim;
+  const auto normalise = [&] { norm_values(args.norm_kind, to, head_dim, norm, bias, args.norm_eps, to); };
+  load_head(args, from, to);
+  if (norm != nullptr && args.norm_last == 0) normalise();
+  if (args.cos != nullptr) rotate(args, step, row, to);
+  if (norm != nullptr && args.norm_last != 0) normalise();
+}
+
 }  // namespace
 
 void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int head, float* to) {
-  prepare_head(args, step, row, head_at(args.query, row, args.query_stride, head, args), args.query_norm, to);
+  const void* from = head_at(args.query, row, args.query_stride, head, args);
+  prepare_head(args, step, row, from, args.query_norm, args.query_norm_bias, to);
 }
 
 void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int kv_head, float* work) {
@@ -151,16 +166,18 @@ void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int 
   const int64_t slot = step.slot_mapping[cache.slots_offset + row];
   if (slot < 0) return;
   const int64_t index = cache_row(cache, slot, kv_head);
-  prepare_head(args, step, row, head_at(args.key, row, args.key_stride, kv_head, args), args.key_norm, work);
+  const void* from = head_at(args.key, row, args.key_stride, kv_head, args);
+  prepare_head(args, step, row, from, args.key_norm, args.key_norm_bias, work);
   write_cache_row(cache, true, index, work);
-  load_values(head_at(args.value, row, args.value_stride, kv_head, args), args.type, cache.head_dim, work);
+  load_head(args, head_at(args.value, row, args.value_stride, kv_head, args), work);
   write_cache_row(cache, false, index, work);
 }
 
 void rotary_and_cache_write(const void* raw, const Step& step, int thread, int num_threads) {
   const RotaryArgs& args = *static_cast<const RotaryArgs*>(raw);
   if (fuses_decode(args, step)) return;
-  const int heads = args.query_norm != nullptr || args.cos != nullptr ? args.num_heads : 0;
+  const bool changes_queries = args.query_norm != nullptr || args.cos != nullptr || args.clip > 0.0f;
+  const int heads = changes_queries ? args.num_heads : 0;
   alignas(64) float work[kMostHeadDim];
   const Range rows = split(step.num_tokens, thread, num_threads);
   for (int64_t row = rows.begin; row < rows.end; ++row) {

@@ -9,7 +9,7 @@ namespace headrace {
 
 // Arguments of the pass before attention. Attention reads its queries and cache from them too.
 struct RotaryArgs {
-  void* query;        // [num_tokens, query_stride]: num_heads heads of head_dim; normed and rotated in place
+  void* query;        // [num_tokens, query_stride]: num_heads heads of head_dim; clipped, normed and rotated in place
   const void* key;    // [num_tokens, key_stride]: cache.num_kv_heads heads (0: only queries are rotated)
   const void* value;  // [num_tokens, value_stride]
   int64_t query_stride;
@@ -17,10 +17,15 @@ struct RotaryArgs {
   int64_t value_stride;
   const float* query_norm;  // [head_dim], any constant offset already added; null: no norm
   const float* key_norm;    // [head_dim] or null
+  const float* query_norm_bias;  // [head_dim], of layer norms; or null
+  const float* key_norm_bias;
   const float* cos;         // [positions, rotary_half], or with by_token [num_tokens, rotary_half]; null: no rotary
   const float* sin;
   KvCache cache;
+  float clip;  // largest magnitude of queries, keys and values; 0: no limit
   float norm_eps;
+  NormKind norm_kind;
+  int32_t norm_last;  // 1: the norms follow the rotation
   int32_t num_heads;
   int32_t rotary_half;  // pairs i, i + rotary_half are rotated (Su et al. 2021, in the halves layout)
   int32_t by_token;
@@ -67,7 +72,7 @@ void attention(const void* args, const Step& step, int thread, int num_threads);
 // Whether attention over a cache of this type multiplies in bf16 instead of float.
 bool multiplies_bf16(CacheType type);
 
-// Normalises and rotates a query head of `row` into to[head_dim].
+// Clips, normalises and rotates a query head of `row` into to[head_dim].
 void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int head, float* to);
 // Writes the key and value of one KV head of `row` into the cache. `work` holds head_dim floats.
 void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int kv_head, float* work);

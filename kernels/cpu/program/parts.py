@@ -84,6 +84,10 @@ class Buffer:
         return pointer(self.tensor)
 
 
+NORM_KINDS = {"rms": 0, "layer": 1}
+"""Mirror of `NormKind` in elementwise/elementwise.h."""
+
+
 @dataclass(frozen=True, eq=False)
 class Norm:
     """A norm's constants. weight and bias: [size] float32, any constant offset already added, or None."""
@@ -125,7 +129,7 @@ class LayerCache:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """The constants of one attention layer. The norms apply to each head before the rotation."""
+    """The constants of one attention layer. The norms apply to each head."""
 
     num_heads: int
     cache: LayerCache
@@ -133,6 +137,9 @@ class AttentionLayer:
     rotary: Rotary | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    norm_after_rotation: bool = False
+    clip_qkv: float | None = None
+    """Largest magnitude of queries, keys and values, before their norms."""
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
@@ -143,6 +150,10 @@ class AttentionLayer:
     """Of `AttentionParams.distance_bias`."""
     both_sides: bool = False
     """Whether a token attends to the tokens after it too, which are all in the cache after the step."""
+
+
+def _bias_of(norm: Norm | None) -> int | None:
+    return None if norm is None or norm.bias is None else address_of(norm.bias)
 
 
 def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
@@ -159,8 +170,10 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
     norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
     for norm in norms:
         check_vector(norm.weight, head_dim, "a query or key norm's weight")
-        if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
-            raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
+        if norm.bias is not None:
+            check_vector(norm.bias, head_dim, "a query or key norm's bias")
+        if norm.weight is None or (norm.kind, norm.eps) != (norms[0].kind, norms[0].eps):
+            raise ValueError("the norms of queries and keys are of one kind, with weights and one eps.")
     head_bytes = head_dim * qkv.tensor.itemsize
     args = RotaryArgs(
         query=qkv.address,
@@ -171,7 +184,12 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
         value_stride=qkv.stride,
         query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
         key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
+        query_norm_bias=_bias_of(layer.query_norm),
+        key_norm_bias=_bias_of(layer.key_norm),
         norm_eps=norms[0].eps if norms else 0.0,
+        norm_kind=NORM_KINDS[norms[0].kind] if norms else 0,
+        norm_last=layer.norm_after_rotation,
+        clip=layer.clip_qkv or 0.0,
         num_heads=layer.num_heads,
         type=qkv.type,
         fuse_decode=1,

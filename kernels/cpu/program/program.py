@@ -47,6 +47,7 @@ from headrace.kernels.cpu.program.parts import (
     CORE_BYTES_PER_S,
     CORE_MULTIPLY_ADDS_PER_S,
     FEW_ROWS,
+    NORM_KINDS,
     PANEL_ROWS,
     AttentionLayer,
     Buffer,
@@ -64,7 +65,6 @@ from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.sampling.sampling import SampleBuffers
 from headrace.kernels.reference.attention import BIAS_PADDING
 
-NORM_KINDS = {"rms": 0, "layer": 1}
 ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
 
 
