@@ -137,9 +137,6 @@ class AttentionLayer:
     rotary: Rotary | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    norm_after_rotation: bool = False
-    clip_qkv: float | None = None
-    """Largest magnitude of queries, keys and values, before their norms."""
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
@@ -150,6 +147,9 @@ class AttentionLayer:
     """Of `AttentionParams.distance_bias`."""
     both_sides: bool = False
     """Whether a token attends to the tokens after it too, which are all in the cache after the step."""
+    norm_after_rotation: bool = False
+    clip_qkv: float | None = None
+    """Largest magnitude of queries, keys and values, before their norms."""
 
 
 def _bias_of(norm: Norm | None) -> int | None:
