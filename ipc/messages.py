@@ -70,8 +70,8 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     forced: Annotated[tuple[TokenId, ...], Longest(64)] = ()
     """The tokens that are then forced, if they are more than `end`."""
     end_text: Annotated[bytes, Longest(256)] = b""
-    """The text of a marker that is more than one token, which the model may write in other tokens, together with what
-    stands beside it. Empty: the marker is one token."""
+    """The text of a marker, which the model may write in other tokens, together with what stands beside it. Empty:
+    only the marker's own tokens are found."""
     begin_text: Annotated[bytes, Longest(256)] = b""
     near: Annotated[tuple[TokenId, ...], Longest(1 << 15)] = ()
     """All tokens that may write a part of such a text."""

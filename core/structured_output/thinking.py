@@ -8,7 +8,7 @@
 In BEFORE and THINKING any token is allowed. With a form (a grammar), an answer either begins with the marker, or
 follows the form from its first token on. If the prompt ends within reasoning, the answer starts in THINKING.
 
-A marker of several tokens is found in the text, since a model may write it in others, together with its neighbours.
+A marker is found in the text, since a model may write it in other tokens, together with its neighbours.
 White space behind it is no part of the answer. Before a form, no token is allowed that completes the marker and begins
 the answer with anything else, as the form could not be applied to that.
 """
@@ -42,7 +42,7 @@ class ReasoningPosition(NamedTuple):
 
 
 class Marker:
-    """Recognises a marker: by its token, or, if it has several, in the text."""
+    """Recognises a marker in the text, or, without a text, by its tokens."""
 
     def __init__(self, token_ids: tuple[int, ...], text: bytes, near: Mapping[int, bytes]) -> None:
         """text: empty to compare tokens. near: the bytes of each token that may have a part of the text."""

@@ -39,8 +39,8 @@ class RefusedRow(str):
 
 
 ALL_FORBIDDEN = RefusedRow(
-    "allowed_token_ids, bad_words, logit_bias, structured_outputs, logits processors and the stop tokens that "
-    "min_tokens forbids leave no token to choose"
+    "allowed_token_ids, bad_words, logit_bias, structured_outputs, the end of reasoning that thinking_token_budget "
+    "forces, logits processors and the stop tokens that min_tokens forbids leave no token to choose"
 )
 
 

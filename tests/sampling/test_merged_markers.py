@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from test_thinking import ENGINE, FORM, ask, form
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from headrace import LLM
+from headrace import LLM, SamplingParams
 from headrace.core.structured_output.backend import Vocabulary, make_backend
 from headrace.core.structured_output.thinking import ThinkingMatcher
+from headrace.frontend.request.parameters.thinking import thinking_of
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import StructuredOutput, Thinking
 
@@ -145,3 +148,53 @@ def test_a_prompt_that_opens_reasoning_in_merged_tokens_is_seen(llm: LLM):
     assert token_ids[4 : 4 + len(end)] == end
     assert re.fullmatch(FORM, text.partition("the wat")[2])
     assert re.fullmatch(FORM, ask(llm, "so the mill and the water", form(4, regex=FORM))[0])
+
+
+ADDED = merging_tokenizer()
+ADDED.add_tokens([BEGIN, END])
+OF_ONE_TOKEN = Tokenizer(bundle_of(ADDED))
+WELCOME: Any = SimpleNamespace(
+    grammars_hold_in_reasoning=False, reasoning_parser="qwen3", reasoning_begin="", reasoning_end=""
+)
+
+
+def thinking_in(prompt: str, budget: int = 3) -> Thinking | None:
+    params = SamplingParams(thinking_token_budget=budget)
+    ids = OF_ONE_TOKEN.encode(prompt, add_special_tokens=False)
+    of_text, of_tokens = (
+        thinking_of(params, each, OF_ONE_TOKEN, WELCOME)
+        for each in (Prompt(text=prompt, token_ids=ids), Prompt(token_ids=ids))
+    )
+    assert of_text == of_tokens
+    return of_text
+
+
+def test_a_marker_of_one_token_is_found_where_the_model_writes_it_in_several():
+    assert OF_ONE_TOKEN.encode(END, add_special_tokens=False) == [ADDED.token_to_id(END)]
+    for ids in (ids_of(f"a{END}"), [TOKENIZER.token_to_id(each) for each in f"a{END}"]):
+        thinking = thinking_in(f"hm{BEGIN}", budget=40)
+        assert thinking is not None
+        compiled = BACKEND.compile(StructuredOutput(kind="regex", text="[0-9]{3}"))
+        matcher = ThinkingMatcher(thinking, compiled)
+        for token_id in ids:
+            assert matcher.present_form is None
+            assert matcher.accept(token_id)
+        assert matcher.present_form is compiled
+    thinking = thinking_in("hm", budget=2)
+    assert thinking is not None
+    matcher = ThinkingMatcher(thinking, None)
+    for each in [*f"so{BEGIN}", "a", "b"]:
+        assert not matcher.forced_tokens()
+        assert matcher.accept(TOKENIZER.token_to_id(each))
+    assert matcher.forced_tokens() == [ADDED.token_to_id(END)]
+
+
+def test_reasoning_of_an_earlier_turn_is_not_that_of_the_answer():
+    assert thinking_in(f"{BEGIN}so{END}") is None
+    assert thinking_in(f"{BEGIN}so{END}\n\n") is None
+    before = thinking_in(f"{BEGIN}so{END} it is\nuser: why?\n")
+    assert before is not None
+    assert not before.is_open
+    inside = thinking_in(f"{BEGIN}so{END} it is\nuser: why?\n{BEGIN}")
+    assert inside is not None
+    assert inside.is_open

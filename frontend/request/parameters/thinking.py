@@ -7,7 +7,6 @@ engine's reasoning_config or structured_outputs_config.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import msgspec
 
@@ -43,25 +42,24 @@ def thinking_of(
         raise bad("thinking_token_budget", budget, f"{why} with reasoning_config={{'reasoning_parser': ...}}")
     markers = declared.begin.strip(), declared.end.strip()
     begin, end = (_token_ids(tokenizer, marker) for marker in markers)
-    if max(len(begin), len(end)) > 1:  # the prompt may have a marker in other tokens
-        text = prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids or [])
-        opened, ended = (text.rfind(marker) if marker else -1 for marker in markers)
-    else:
-        opened, ended = (_last(prompt.token_ids or [], marker) for marker in (begin, end))
+    text = prompt.text
+    if text is None:
+        text = tokenizer.decode(list(prompt.token_ids or ())[prompt.text_start :])
+    opened, ended = (text.rfind(marker) if marker else -1 for marker in markers)
     is_open = opened > ended or (declared.starts_open and ended < 0)
-    if not is_open and (ended >= 0 or not begin):
+    is_over = ended >= 0 and not text[ended + len(markers[1]) :].strip()  # not that of an earlier turn alone
+    if not is_open and (is_over or not begin):
         return None  # the reasoning has ended in the prompt, or has no marker that would show its beginning
     forced = _token_ids(tokenizer, welcome.reasoning_end)
-    texts = [marker if len(ids) > 1 else "" for marker, ids in zip(markers, (begin, end), strict=True)]
-    near = {token_id: data for text in texts if text for token_id, data in tokenizer.tokens_near(text).items()}
+    near = {token_id: data for marker in markers if marker for token_id, data in tokenizer.tokens_near(marker).items()}
     return Thinking(
         end=end,
         begin=begin,
         is_open=is_open,
         budget=budget,
         forced=() if forced == end else forced,
-        begin_text=texts[0].encode(),
-        end_text=texts[1].encode(),
+        begin_text=markers[0].encode(),
+        end_text=markers[1].encode(),
         near=tuple(near),
         near_texts=tuple(near.values()),
     )
@@ -101,8 +99,3 @@ def _declared(name: str) -> ReasoningFormat | None:
 
 def _token_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(marker, add_special_tokens=False)) if marker else ()
-
-
-def _last(token_ids: Sequence[int], marker: tuple[int, ...]) -> int:
-    """The index of the last occurrence of a marker of one token; -1 if there is none."""
-    return next((at for at in range(len(token_ids) - 1, -1, -1) if (token_ids[at],) == marker), -1)
