@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,13 @@ from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.messages import EngineStats, ExpertBalance
 
 
+_LARGEST = frozenset({"sleep_level", "max_loras"})
+"""Fields that are no counts: of several engines the largest is told."""
+
+
 def combined(answers: Sequence[Any]) -> Any:
-    """Counts are summed, and workers' lists joined by rank; of other answers, which are equal, the first."""
+    """Counts are summed, and workers' lists joined by rank, as are names; of other answers, which are equal, the
+    first."""
     first = answers[0]
     if isinstance(first, EngineStats):
         return _sum(answers)
@@ -32,11 +38,13 @@ def _sum(values: Sequence[Any]) -> Any:
     if isinstance(first, bool):
         return any(values)
     if isinstance(first, msgspec.Struct):
-        names = first.__struct_fields__
-        return type(first)(**{name: _sum([getattr(each, name) for each in values]) for name in names})
+        found = {name: [getattr(each, name) for each in values] for name in first.__struct_fields__}
+        return type(first)(**{name: max(each) if name in _LARGEST else _sum(each) for name, each in found.items()})
     if isinstance(first, dict):
         keys = dict.fromkeys(key for each in values for key in each)
         return {key: sum(each.get(key, 0) for each in values) for key in keys}
     if isinstance(first, tuple):
-        return tuple(map(sum, zip(*values, strict=True)))
+        if any(isinstance(each, str) for value in values for each in value):
+            return tuple(dict.fromkeys(itertools.chain(*values)))
+        return tuple(map(sum, itertools.zip_longest(*values, fillvalue=0)))  # one that counts nothing yet has none
     return sum(values)
