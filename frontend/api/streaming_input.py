@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,11 @@ class StreamingSession:
     ) -> None:
         self._client, self._request_id, self._priority, self._prompt_of = client, request_id, priority, prompt_of
         self._pieces: asyncio.Queue[StreamingInput | BaseException | None] = asyncio.Queue(MOST_WAITING)
+        self._is_aborted = False
         self._is_closed = False
         """The generator ended without an error: `_pieces` holds its last pieces, then None."""
+        self._text: str | None = None
+        """The texts of the pieces so far; None while token ids alone have come."""
         self._token_ids: list[int] = []
         self._told: CompletionOutput | None = None
         """The joined answers to earlier pieces, for cumulative outputs."""
@@ -82,7 +86,7 @@ class StreamingSession:
                         yield last
                 if last is not None and last.finished:
                     return  # aborted, or this was the last piece
-            if last is not None:
+            if last is not None or self._is_aborted:
                 yield self._end(last, params)
         finally:
             reader.cancel()
@@ -94,6 +98,10 @@ class StreamingSession:
         async with contextlib.aclosing(pieces):
             try:
                 async for piece in pieces:
+                    if not isinstance(piece, StreamingInput):
+                        raise InvalidRequestError(
+                            f"a streaming input's generator must yield StreamingInput(prompt=...), not {piece!r:.80}"
+                        )
                     await self._pieces.put(piece)
             except BaseException as error:
                 let_interrupts_pass(error)
@@ -107,8 +115,12 @@ class StreamingSession:
         params = check_streaming_params(piece.sampling_params or default).clone()
         params.output_kind = default.output_kind
         new = await self._prompt_of(piece.prompt)
+        if self._is_aborted:
+            return
         if new.inputs:
             raise InvalidRequestError("prompt_embeds not supported for streaming inputs")
+        if new.text is not None:
+            self._text = (self._text or "") + new.text
         prompt = Prompt(
             token_ids=[*self._token_ids, *(new.token_ids or ())],
             cache_salt=new.cache_salt,
@@ -119,6 +131,7 @@ class StreamingSession:
         told, logprob = self._told, self._logprob
         try:
             async for output in stream:
+                output.prompt = self._text
                 self._logprob = output.outputs[0].cumulative_logprob = _sum(logprob, output.outputs[0])
                 if output.finished:
                     output.finished = self._is_last(stream)
@@ -135,19 +148,21 @@ class StreamingSession:
 
     def abort(self) -> None:
         """Ends the session between two answers. An answer in progress is ended by the client's `abort`."""
+        self._is_aborted = True
         while not self._pieces.empty():
             self._pieces.get_nowait()
         self._pieces.put_nowait(None)
 
-    def _end(self, last: RequestOutput, params: SamplingParams) -> RequestOutput:
+    def _end(self, last: RequestOutput | None, params: SamplingParams) -> RequestOutput:
         """The finished output to send when the generator ends after the last answer; it adds no tokens."""
+        if last is None:  # it was aborted before the first answer
+            last = RequestOutput(self._request_id, None, [], outputs=[CompletionOutput(0, "", [], None, None)])
         output = last.outputs[0]
         if params.output_kind is RequestOutputKind.DELTA:
-            output = CompletionOutput(output.index, "", [], output.cumulative_logprob, None)
-        output.finish_reason, output.stop_reason = last.outputs[0].finish_reason, last.outputs[0].stop_reason
-        return RequestOutput(
-            self._request_id, last.prompt, last.prompt_token_ids, outputs=[output], finished=True, metrics=last.metrics
-        )
+            output = dataclasses.replace(output, text="", token_ids=[], logprobs=None)
+        if self._is_aborted:
+            output = dataclasses.replace(output, finish_reason="abort", stop_reason=None)
+        return dataclasses.replace(last, outputs=[output], finished=True)
 
 
 def _sum(earlier: float | None, output: CompletionOutput) -> float | None:
@@ -158,19 +173,11 @@ def _sum(earlier: float | None, output: CompletionOutput) -> float | None:
 def _joined(earlier: CompletionOutput | None, output: CompletionOutput) -> CompletionOutput:
     if earlier is None:
         return output
-    logprobs = output.logprobs
-    if logprobs is None:  # this piece does not ask for them
-        logprobs = earlier.logprobs
-    elif earlier.logprobs is not None:
-        later, logprobs = logprobs, type(logprobs)()
-        for each in (earlier.logprobs, later):
-            logprobs.extend(each)
-    return CompletionOutput(
-        output.index,
-        earlier.text + output.text,
-        [*earlier.token_ids, *output.token_ids],
-        output.cumulative_logprob,
-        logprobs,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-    )
+    logprobs = None
+    told = [each.logprobs for each in (earlier, output) if each.logprobs is not None]
+    if told:
+        logprobs = type(told[-1])()
+        for each in (earlier, output):  # a piece that asks for none has empty positions
+            logprobs.extend([{}] * len(each.token_ids) if each.logprobs is None else each.logprobs)
+    text, token_ids = earlier.text + output.text, [*earlier.token_ids, *output.token_ids]
+    return dataclasses.replace(output, text=text, token_ids=token_ids, logprobs=logprobs)

@@ -11,7 +11,6 @@ import msgspec
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.messages import EngineStats, ExpertBalance
 
-
 _LARGEST = frozenset({"sleep_level", "max_loras"})
 """Fields that are no counts: of several engines the largest is told."""
 

@@ -180,6 +180,78 @@ def test_an_error_of_the_generator_and_an_end_of_the_reader_end_the_session(addr
     attached(address, work)
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("asked", [(None, 2), (2, None, 1), (None, None, 0)])
+def test_log_probabilities_stand_at_their_tokens_though_a_piece_asks_for_none(
+    address: str, asked: tuple[int | None, ...], is_flat: bool
+) -> None:
+    def params(num: int | None) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=num, flat_logprobs=is_flat)
+
+    async def work(llm: AsyncLLM) -> None:
+        pieces = [StreamingInput(text, params(num)) for text, num in zip(PIECES, asked, strict=False)]
+        last = (await taken(llm.generate(bunched(*pieces), params(None), "partly")))[-1].outputs[0]
+        assert last.logprobs is not None
+        assert len(last.logprobs) == len(last.token_ids) == 3 * len(asked)
+        for nth, token_id in enumerate(last.token_ids):
+            assert (token_id in last.logprobs[nth]) == (asked[nth // 3] is not None)
+
+    attached(address, work)
+
+
+def test_outputs_have_the_texts_of_all_pieces_and_the_last_what_the_others_have(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        async def late() -> AsyncGenerator[StreamingInput, None]:
+            yield StreamingInput(PIECES[0])
+            yield StreamingInput(PIECES[1])
+            await asyncio.sleep(0.3)  # after the answer
+
+        outputs = await taken(llm.generate(late(), DELTA, "texts"))
+        assert outputs[0].prompt == PIECES[0]
+        assert outputs[-1].prompt == PIECES[0] + PIECES[1]
+        assert outputs[-1].num_cached_tokens == outputs[-2].num_cached_tokens is not None
+
+    attached(address, work)
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_session_that_is_aborted_while_it_waits_for_a_piece_says_so(address: str, answered: int) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        waits = asyncio.Event()
+
+        async def pieces() -> AsyncGenerator[StreamingInput, None]:
+            for text in PIECES[:answered]:
+                yield StreamingInput(text)
+            waits.set()
+            await asyncio.Event().wait()
+
+        session = asyncio.create_task(taken(llm.generate(pieces(), DELTA, "aborted")))
+        await waits.wait()
+        while (await llm.get_stats()).num_finished < answered:
+            await asyncio.sleep(0.01)
+        await llm.abort("aborted")
+        last = (await session)[-1]
+        assert last.finished
+        assert last.outputs[0].finish_reason == "abort"
+        assert last.request_id == "aborted"
+
+    attached(address, work)
+
+
+@pytest.mark.parametrize("piece", [None, "the mill", 5, ValueError("no piece")])
+def test_what_is_no_piece_ends_its_session_by_name(address: str, piece: Any) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        async def pieces() -> AsyncGenerator[Any, None]:
+            yield StreamingInput(PIECES[0])
+            yield piece
+            yield StreamingInput(PIECES[1])
+
+        with pytest.raises(InvalidRequestError, match="generator must yield StreamingInput"):
+            await taken(llm.generate(pieces(), DELTA, "odd"))
+
+    attached(address, work)
+
+
 # test_streaming_input.py::test_streaming_input_validation_errors
 def test_what_fits_no_session_is_refused(address: str) -> None:
     async def work(llm: AsyncLLM) -> None:
