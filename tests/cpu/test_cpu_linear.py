@@ -260,9 +260,11 @@ def test_an_input_that_is_not_finite_spoils_its_row_whatever_the_weights_type(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_online_quantisation_rounds_each_weight_to_its_groups_nearest_code(bits: int, group_size: int) -> None:
-    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+@pytest.mark.parametrize(("group_size", "num_groups"), [(32, 8), (64, 4), (64, 1), (128, 2), (128, 1)])
+def test_online_quantisation_rounds_each_weight_to_its_groups_nearest_code(
+    bits: int, group_size: int, num_groups: int
+) -> None:
+    weight = torch.randn(48, group_size * num_groups, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     weight[0, :group_size] = 0
     weight[1, :group_size] = 2.5
     name, rows = linear.quantise(weight, bits, group_size)

@@ -73,7 +73,7 @@ def quantise(weight: Tensor, bits: int, group_size: int = 32) -> tuple[str, Tens
     blocks = codes.view(n, k // 32, 32)
     if bits == 4:
         blocks = blocks[..., :16] | blocks[..., 16:] << 4
-    heads = [field.expand(-1, -1, group_size // 32).reshape(n, k // 32, 1).view(torch.uint8) for field in fields]
+    heads = [field.repeat_interleave(group_size // 32, 1).view(torch.uint8) for field in fields]
     rows = torch.cat([*heads, blocks], dim=-1).reshape(n, -1)
     name = "Q8_0" if bits == 8 else "Q4_1"
     assert rows.shape[1] == k // 32 * WEIGHT_TYPES[name].block_bytes
