@@ -50,7 +50,8 @@ FLOAT_TYPES = {
 }
 """From a config's `dtype` to the type in which the weights are computed."""
 # Beginnings of the names of files beside the weights that hold none of the model's weights.
-NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
+# Those of hidden files too, as macOS puts one beside each file on a disk of another system ("._model.safetensors").
+NOT_WEIGHTS = (".", "adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
 SAMPLING_FIELDS = {mark.stored_as: name for name, (mark, _, _) in model_defaults(Sampling).items() if mark.stored_as}
 
@@ -263,8 +264,7 @@ def _cached_config_file(options: Options, choice: HubChoice) -> Path | None:
 def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
     """(path, format) of a folder's model; the path is that of its one .gguf file if its format is gguf. Raises
     ModelError."""
-    ggufs = sorted(folder.glob("*.gguf"))
-    ggufs = [file for file in ggufs if "-of-" not in file.name or "-00001-of-" in file.name]
+    ggufs = [file for file in _files(folder, ("*.gguf",)) if "-of-" not in file.name or "-00001-of-" in file.name]
     if load_format == "gguf" or (load_format in ("auto", "dummy") and ggufs and not _weight_files(folder)):
         if len(ggufs) == 1:
             return ggufs[0], "gguf"

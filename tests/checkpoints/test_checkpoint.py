@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -406,14 +407,32 @@ def test_files_as_editors_of_windows_save_them_say_what_they_said(tmp_path: Path
         checkpoint = open_folder(path)
         bundle = load_bundle(checkpoint, Options(model=str(path)))
         assert bundle is not None
-        return checkpoint.config, checkpoint.eos_token_ids, checkpoint.generation_config, bundle
+        tokenizer, others = json.loads(bundle.tokenizer_json), msgspec.structs.replace(bundle, tokenizer_json=b"")
+        return checkpoint.config, checkpoint.eos_token_ids, checkpoint.generation_config, tokenizer, others
 
     plain = read()
     assert plain[1:3] == ((5, 7), {"top_k": 3})
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ):
         text = (path / name).read_text(encoding="utf-8")
         (path / name).write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
     assert read() == plain
+
+
+def test_hidden_files_are_no_weights(tmp_path: Path) -> None:
+    path = tiny_models.save("llama", tmp_path / "model")
+    (path / "._model.safetensors").write_bytes(b"\0\5\x16\7")
+    (path / "._model.gguf").write_bytes(b"\0\5\x16\7")
+    assert open_folder(path).weights().names()
+    torch.save(tiny_models.state_of(tiny_models.build("llama")), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    (path / "._other.bin").write_bytes(b"\0\5\x16\7")
+    assert open_folder(path).weights().names()
 
 
 def test_overrides_replace_fields_and_reach_into_nested_configs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ the same model does not import it.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -143,7 +144,7 @@ def _fast(folder: Path) -> TokenizerBundle:
     path, config = folder / "tokenizer.json", _config(folder)
     tokens = folder_tokens(folder, config)
     try:
-        data = completed(with_text_flags(read_file(path), config), tokens)
+        data = completed(with_text_flags(read_file(path).removeprefix(codecs.BOM_UTF8), config), tokens)
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception for every fault
