@@ -114,8 +114,10 @@ def _is_copy(source: WeightSource, head: str, table: str) -> bool:
     stored = source.stored(head)
     if stored.shape != source.shape(table) or stored.numbers.packed is not None:
         return False
-    for first in range(0, source.shape(head)[0], ROWS_COMPARED):
-        own, tied = (source.get(name, rows=slice(first, first + ROWS_COMPARED)) for name in (head, table))
+    num_rows = stored.shape[0]
+    for first in range(0, num_rows, ROWS_COMPARED):
+        rows = slice(first, min(first + ROWS_COMPARED, num_rows))
+        own, tied = (source.get(name, rows=rows) for name in (head, table))
         if not (torch.equal(own, tied.to(own.dtype)) or torch.equal(own.to(tied.dtype), tied)):
             return False
     return True

@@ -21,6 +21,7 @@ from test_quantisation import MOST_ERROR, Driver, error_of, opened
 from tiny_families import FAMILIES
 from torch import Tensor
 
+from headrace.executor.checkpoints import declared_weights
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
@@ -82,6 +83,29 @@ def test_a_head_of_its_own_is_used_where_the_config_ties_it(
     decoder = make(spec_from_config(config_of("llama3")), state | {HEAD: head})
     checked_against(with_head(head), decoder)
     assert f"{HEAD} is no copy of {TABLE}: {HEAD} is used" in caplog.text
+
+
+@pytest.mark.parametrize("tied", [True, False, None])
+@pytest.mark.parametrize("own", ["equal", "other", None])
+@pytest.mark.parametrize("num_rows", [320, declared_weights.ROWS_COMPARED + 320])
+def test_a_folders_own_head_is_used_whatever_the_config_says(
+    tmp_path: Path, tied: bool | None, own: str | None, num_rows: int
+) -> None:
+    model = tiny_models.build("llama3", vocab_size=num_rows)
+    state = {name: each.contiguous().clone() for name, each in state_of(model).items() if name != HEAD}
+    torch.manual_seed(0)
+    heads = {"equal": state[TABLE].clone(), "other": torch.randn_like(state[TABLE])}
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config.pop("tie_word_embeddings")
+    config |= {} if tied is None else {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(state if own is None else state | {HEAD: heads[own]}, tmp_path / "model.safetensors")
+    if own is None and not tied:
+        with pytest.raises(ModelError, match=r"no weight lm_head\.weight"):
+            opened(tmp_path)
+        return
+    model.lm_head.weight = torch.nn.Parameter(heads[own or "equal"])
+    checked_against(model, opened(tmp_path))
 
 
 def test_a_head_of_another_shape_is_named() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name, take_part
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
@@ -38,11 +38,8 @@ class DictSource(WeightSource):
         return StoredTensor.plain(tuple(tensor.shape), dtype_name(tensor.dtype), partial(self.read_part, name))
 
     def read_part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
-        tensor = self.tensors[name]
-        if rows is not None:
-            tensor = tensor[rows]
-        if columns is not None:
-            tensor = tensor[:, columns]
+        whole = self.tensors[name]
+        tensor = take_part(whole, tuple(whole.shape), rows, columns)
         self.elements_read += tensor.numel()
         return tensor.clone()
 
