@@ -62,6 +62,21 @@ ALMOST_JSON: list[tuple[str, dict[str, Any]]] = [
     ('{"note": "a\nb\tc\\nd"}', {"note": "a\nb\tc\nd"}),
     (r"""{"note": "\d+\. C:\dir \u00e9 \ud83d\ude00 \uXY \' \\ \/"}""", {"note": "\\d+\\. C:\\dir é 😀 \\uXY ' \\ /"}),
     ('{"note": -1.5e3, "count": {"a": [[], {}]}}', {"note": -1500, "count": {"a": [[], {}]}}),
+    ('{city: "Zürich", days: 3}', PLAIN[1]),
+    ("{city : 'Zürich',\n  days\n: 3,}", PLAIN[1]),
+    (
+        '{note: {a_1: true, "b": [{c: null}], größe: {}}, count: -1}',
+        {"note": {"a_1": True, "b": [{"c": None}], "größe": {}}, "count": -1},
+    ),
+    ('{"note": "{a: 1, b: c}", "count": "a: b"}', {"note": "{a: 1, b: c}", "count": "a: b"}),
+    ('{"city": "Zürich" "days": 3}', PLAIN[1]),
+    ('{"city": "Zürich"\n  days: 3}', PLAIN[1]),
+    ('{"days": 3 "city": "Zürich"}', PLAIN[1]),
+    (
+        '{"note": [1 2 -3, 4 "a" "b" true false null {"a": 1} {"b": 2} [3] [4]] "count": {} }',
+        {"note": [1, 2, -3, 4, "a", "b", True, False, None, {"a": 1}, {"b": 2}, [3], [4]], "count": {}},
+    ),
+    ('{"note": 12345678.5e+10, "count": [10, 200 , 3000]}', {"note": 12345678.5e10, "count": [10, 200, 3000]}),
 ]
 """Arguments with what models write by mistake, and what they mean."""
 GLM = (
@@ -190,6 +205,68 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     *(
         ("hermes", f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(written)}}}</tool_call>', "", [PLAIN])
         for written in ("{'city': 'Zürich', 'days': 3}", '{"city": "Zürich", "days": 3}')
+    ),
+    # other keys, and keys and names without quotes
+    *(
+        (name, f"{begin}{CALL.replace('name', key, 1).replace('arguments', arguments)}{end}", "", [PLAIN])
+        for name, begin, end in (("hermes", "<tool_call>\n", "\n</tool_call>"), ("granite", "<|tool_call|>[", "]"),
+                                 ("llama3_json", "", ""), ("hermes", "```json\n", "\n```"))
+        for key in ("name", "tool", "function", "tool_name", "function_name")
+        for arguments in ("args", "input", "params", "kwargs", "tool_input")
+    ),
+    *(
+        (name, f"{begin}{written}{end}", said, [PLAIN])
+        for name, said, begin, end in (
+            ("hermes", "", "<tool_call>\n", "\n</tool_call>"), ("hermes", "", "", ""), ("llama3_json", "", "", ""),
+            ("llama3_json", "So:", "So: ", ""), ("xlam", "So:", "So: [", "]"), ("granite", "", "<|tool_call|>[", "]"),
+            ("mistral", "", "[TOOL_CALLS]", ""), ("glm45", "", "<tool_call>", "</tool_call>"),
+        )
+        for written in (
+            '{name: "get_weather", arguments: {city: "Zürich", days: 3}}',
+            '{name: get_weather, parameters: {"city": "Zürich", "days": 3}}',
+            '{"name": "get_weather" "arguments": {"city": "Zürich" "days": 3}}',
+            "{name: 'get_weather', args: {'city': 'Zürich' days: 3}}",
+        )
+    ),
+    ("hermes", '<tool_call>{"args": {"city": "Zürich", "days": 3}, "tool": "get_weather"}</tool_call>', "", [PLAIN]),
+    ("hermes", '<tool_call>{"name": "other", "args": {}}</tool_call>',
+     '<tool_call>{"name": "other", "args": {}}</tool_call>', []),
+    ("hermes", "<tool_call>{name: other, arguments: {}}</tool_call>",
+     "<tool_call>{name: other, arguments: {}}</tool_call>", []),
+    *(
+        (name, said, said, [])
+        for name in ("hermes", "llama3_json")
+        for said in ('{"tool": "other", "args": {}}', '{"input": {"a": 1}, "name": "now"}', "{tool: now}", "{name} is",
+                     "a {name: other, arguments: {}} b", "{city: get_weather}", "{now: {}}", '{"name": now}',
+                     "{name: now, arguments}", "{name: now, city: 3}")
+    ),
+    # tags of another family, or with the name as an attribute
+    *(
+        (name, f"{said}{begin}{written}{end}", said, [PLAIN])
+        for name, begin, end in (
+            ("qwen3_xml", "<tool_call>\n", "\n</tool_call>"), ("hermes", "<tool_call>\n", "\n</tool_call>"),
+            ("qwen3_xml", "", ""), ("hermes", "", ""), ("llama3_json", "", ""), ("granite", "", ""),
+        )
+        for said in ("", "I look.\n")
+        for written in (
+            QWEN_CALL,
+            QWEN_CALL.replace("=get_weather", ' name="get_weather"'),
+            QWEN_CALL.replace("=get_weather", " name='get_weather'").replace("=city", " name='city'"),
+            QWEN_CALL.replace("=get_weather", " name=get_weather").replace("=days", ' name="days"'),
+            f"<function=get_weather>{json.dumps(PLAIN[1])}</function>",
+            '<function name="get_weather">\n{city: "Zürich", "days": 3}\n</function>',
+        )
+    ),
+    ("seed_oss", SEED.replace("=get_weather", ' name="get_weather"').replace("=city", " name=city"), "", [PLAIN]),
+    ("minimax_m2", MINIMAX([PLAIN]).replace(' name="', "=").replace('">', ">"), "", [PLAIN]),
+    ("minimax_m2", f"So. {MINIMAX([PLAIN]).partition(chr(10))[2]}".replace("'", "").replace('name="', "name='")
+     .replace('">', "'>"), "So.", [PLAIN]),
+    ("qwen3_xml", QWEN_CALL.replace("Zürich\n</parameter>", "Zürich").replace("=days", ' name="days"'), "", [PLAIN]),
+    *(
+        (name, said, said, [])
+        for name in ("qwen3_xml", "hermes", "llama3_json")
+        for said in ("an <function=other>{}</function>", '<function name="other">{}</function>',
+                     "a <function name=", "see <function>now</function>", "<function = now>")
     ),
     # objects around a call, and one brace too many
     *(

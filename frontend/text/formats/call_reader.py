@@ -9,13 +9,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.frontend.text.formats.declaration import CallFormat
+from headrace.frontend.text.formats.declaration import CallFormat, known_formats
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parameters import Parameters
-from headrace.frontend.text.formats.pieces import LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
+from headrace.frontend.text.formats.pieces import KEY, KEY_BEGUN, LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
     NoCallError,
     as_id,
@@ -35,26 +35,70 @@ _FIRST_ARGUMENT, _ARGUMENT_BEGUN = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=[^=])"), 
 _INDEX = re.compile(r":\d+\s*$")
 """The end of a name that is a call's id."""
 _ID_OF_A_SLIP = re.compile(r"(?:functions[._:])?(.+?)[_:]\d+")
-QUOTES = ('"', "'", "")
+_QUOTES = ('"', "'", "")
 """What models write for a quote in a marker."""
+_ATTRIBUTE = ' name="'
 _WITHIN_STRING = make_markers(('"', '\\"', "\\\\"))
 """The end of a JSON string, and what begins like one."""
 _DEEPEST = 64
 """Most elements of an argument's value within one another."""
 _OTHER_KEYS = ("type", "id")
+"""Keys that may come before a call's name. Any other key means that the object is no call."""
 _WRAPPERS = ("function", "tool_calls")
 """Keys of objects around calls."""
 _MOST_AROUND = 2
 """Most of those, within one another."""
-"""Keys that may come before a call's name. Any other key means that the object is no call."""
+_NAME_SLIPS = ("tool", "function", "tool_name", "function_name")
+_ARGUMENT_SLIPS = ("args", "input", "params", "kwargs", "tool_input", "arguments", "parameters")
+"""Keys that models write for a call's name and arguments instead of the format's. What has them is a call if it names
+one of the request's tools."""
+
+
+class Spelling(NamedTuple):
+    """A way to write the markers around a name."""
+
+    before: str
+    quote: str
+    """What stands for the quotes of these and further markers."""
+    after: str
+
+
+@functools.lru_cache(maxsize=256)
+def spellings(before: str, after: str) -> tuple[Spelling, ...]:
+    """The ways in which models write the markers around a name: with other quotes or none, and with the name as an
+    attribute of its tag (`<function name="f">`) or as its value (`<function=f>`), as other families do. Of two that
+    begin alike, the longer is first."""
+    named, own = (
+        _ATTRIBUTE,
+        tuple(Spelling(before.replace('"', each), each, after.replace('"', each)) for each in _QUOTES),
+    )
+    if '"' not in before:
+        own = own[:1]
+    if before.endswith(named) and after.removeprefix('"'):
+        return (*own, Spelling(before.removesuffix(named) + "=", '"', after.removeprefix('"')))
+    if not (before.endswith("=") and before[-2:-1].isalpha()):
+        return own
+    attributes = (Spelling(before[:-1] + named.replace('"', each), each, each + after) for each in _QUOTES)
+    return (*own, *attributes)
+
+
+@functools.cache
+def as_other_families() -> CallFormat:
+    """How Qwen3-Coder writes calls, and Llama 3.1 with an object for the parameters. Models of formats with JSON do so
+    too."""
+    calls = known_formats()["qwen3_xml"].calls
+    assert calls is not None
+    return calls
 
 
 class CallReader(PieceReader):
     """Reads the bodies of calls. `parser.py:OutputParser` finds them, and the markers around them."""
 
-    def __init__(self, calls: CallFormat | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, calls: CallFormat | None, tools: Sequence[Mapping[str, Any]], *, reads_slips: bool = True
+    ) -> None:
         super().__init__()
-        self._calls, self._tools = calls, tools
+        self._calls, self._tools, self._reads_slips = calls, tools, reads_slips
         self._is_loose = False
         """The markers of the call that is being read are not the format's."""
         self._space = ""
@@ -92,10 +136,14 @@ class CallReader(PieceReader):
         if is_fenced:
             start = yield from self._peek(1)
         if calls.is_either:
-            body = "json" if start in ("{", "[") else "xml"
+            body = "json" if start in ("{", "[") or (start == "<" and not calls.name[0]) else "xml"
         elif body in ("xml", "elements", "escaped") and start in ("{", "["):
             body = "json"  # as other models write calls: no name begins so
-        if body == "pythonic":
+        if body == "json" and start == "<" and self._reads_slips:
+            yield from self._xml_call(as_other_families())
+            yield from self._skip_space()
+            yield from self._accept_marker(as_other_families().after_arguments)
+        elif body == "pythonic":
             yield from (self._list(self._python_call) if start == "[" else self._python_call())
         elif body == "xml":
             yield from self._xml_call(calls)
@@ -157,13 +205,15 @@ class CallReader(PieceReader):
         """A tool's name, where it is written as a member of what is called so."""
         assert self._calls is not None
         outer, _, inner = name.partition(".")
-        known = any(each["function"]["name"] == name for each in self._tools)
-        return outer if self._calls.names_are_doubled and outer == inner and not known else name
+        return outer if self._calls.names_are_doubled and outer == inner and not self._is_tool(name) else name
 
     def _may_name(self, name: str) -> bool:
         """Whether a call that lacks the format's markers may have this name."""
         if not self._tools:
             return self._calls is not None and (self._calls.is_bare or self._calls.body in ("xml", "elements"))
+        return self._is_tool(name)
+
+    def _is_tool(self, name: str) -> bool:
         return any(each["function"]["name"] == name for each in self._tools)
 
     def _arguments(self, call: int, text: str) -> None:
@@ -194,20 +244,21 @@ class CallReader(PieceReader):
         if (yield from (self._keyed_call() if calls.name_is_key else self._doubled_braces(depth))):
             return
         call, name, held, id = -1, None, "", ""
-        num_calls, needs_arguments = self.num_calls, calls.is_bare or self._is_loose
+        num_calls, needs_arguments, is_slip = self.num_calls, calls.is_bare or self._is_loose, False
         while True:
             yield from self._skip_space()
             if (yield from self._accept("}")):
                 break
             try:
-                key = yield from self._json_string()
-                yield from self._skip_space()
-                yield from self._expect(":")
-                yield from self._skip_space()
-                if name is None and (yield from self._wrapped_calls(key, depth)):
+                said, has_quotes = yield from self._key(needs_quotes=not self._reads_slips)
+                is_wrapper = name is None and (yield from self._wrapped_calls(said, depth))
+                key = said if is_wrapper else self._meant_key(said, name, needs_arguments=needs_arguments)
+                is_slip = is_slip or key != said or not has_quotes
+                self._check_slip(name if is_slip else None)
+                if is_wrapper:
                     held = "{}"
                 elif key in calls.name_keys and name is None:
-                    name = yield from (self._json_name() if needs_arguments else self._json_string())
+                    name = yield from self._call_name(needs_arguments=needs_arguments, is_slip=is_slip)
                     if held:
                         call = self._begin(name, id)
                         self._arguments(call, held)
@@ -232,6 +283,23 @@ class CallReader(PieceReader):
             call = self._bare_name(None if needs_arguments else name, id)
         if not held:
             self._arguments(call, "{}")
+
+    def _meant_key(self, said: str, name: str | None, *, needs_arguments: bool) -> str:
+        """The format's key for what a model writes in an object. name: the call's, if it came before. Arguments before
+        the name are held back, so a slip there is none in what may be another object."""
+        calls = self._calls
+        assert calls is not None
+        if said in (*calls.name_keys, *calls.argument_keys, *calls.id_keys, *_OTHER_KEYS):
+            return said
+        if said in _NAME_SLIPS and name is None:
+            return calls.name_keys[0]
+        is_arguments = said in _ARGUMENT_SLIPS and (name is not None or not needs_arguments)
+        return calls.argument_keys[0] if is_arguments else said
+
+    def _check_slip(self, name: str | None) -> None:
+        """Raises NoCallError for the name of a call with a slip that is known and no tool's."""
+        if name is not None and not self._is_tool(name):
+            raise NoCallError
 
     def _doubled_braces(self, depth: int) -> Reads:
         """Reads a call in a second pair of braces, as templates have them that show one. Returns whether that is so."""
@@ -260,14 +328,24 @@ class CallReader(PieceReader):
     def _keyed_call(self) -> Reads:
         """The rest of an object {name: arguments}. Returns True."""
         yield from self._skip_space()
-        name = yield from self._json_string()
-        yield from self._skip_space()
-        yield from self._expect(":")
-        yield from self._skip_space()
+        name, has_quotes = yield from self._key(needs_quotes=not self._reads_slips)
+        if not (has_quotes or self._is_tool(name)):
+            raise NoCallError
         yield from self._json_arguments(name)
         yield from self._skip_space()
         yield from self._expect("}")
         return True
+
+    def _call_name(self, *, needs_arguments: bool, is_slip: bool) -> Reads:
+        """A call's name, also without quotes. Raises NoCallError if it must be a tool's and is not."""
+        has_quotes = (yield from self._peek(1)) in ('"', "'")
+        if not has_quotes:
+            name = yield from self._word()
+        else:
+            name = yield from (self._json_name() if needs_arguments or is_slip else self._json_string())
+        if (is_slip or not has_quotes) and not (self._reads_slips and self._is_tool(name)):
+            raise NoCallError
+        return name
 
     def _json_name(self) -> Reads:
         """The name of what may be a call; another object's may be long, and must not be held back."""
@@ -295,13 +373,17 @@ class CallReader(PieceReader):
 
     def _begins_object(self) -> Reads:
         """Whether an object comes next. Raises NoCallError if what it begins with is no key."""
-        while (inner := self._text[1:].lstrip(SPACE)) == "" and self._text[:1] in ("", "{") and not self._ended:
-            if len(self._text) > MOST_SPACE:
+        while (yield from self._peek(1)) == "{":
+            inner = self._text[1:].lstrip(SPACE)
+            if inner[:1] in ('"', "'", "}") or KEY.match(inner):
+                return True
+            is_open = len(self._text) <= MOST_SPACE and (inner == "" or KEY_BEGUN.fullmatch(inner))
+            if self._ended and is_open:
+                return True
+            if self._ended or not is_open:
                 raise NoCallError
             yield
-        if self._text[:1] == "{" and inner and inner[0] not in "\"'}":
-            raise NoCallError
-        return self._text[:1] == "{"
+        return False
 
     def _named_call(self, calls: CallFormat) -> Reads:
         if calls.name[0]:
@@ -374,27 +456,32 @@ class CallReader(PieceReader):
         if not any(calls.name) and (yield from self._name_with_object()):
             return
         if calls.kind and (yield from self._accept(calls.kind)):
-            quote = '"'
             yield from self._short_until(calls.name[0])
+            spelling = Spelling(calls.name[0], '"', calls.name[1])
         else:
-            quote = yield from self._accept_quoted(calls.name[0])
-        if quote is None:
+            spelling = yield from self._accept_spelt(*calls.name)
+        if spelling is None:
             raise NoCallError
-        name = yield from self._name_before("<", calls.name[1].replace('"', quote))
+        name = yield from self._name_before("<", spelling.after)
         if calls.number[1]:
             yield from self._short_until(calls.number[1])
         name = self._unquoted(name)
+        if calls is not self._calls and not self._is_tool(name.strip()):
+            raise NoCallError
         call, separator, said = self._begin(name), "{", set[str]()
         parameters = self._parameters_of(name.strip())
         while True:
             yield from self._skip_space()
-            if (quote := (yield from self._accept_quoted(before_name))) is None:
+            if not said and (yield from self._peek(1)) == "{":
+                yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is)
+                return
+            if (spelling := (yield from self._accept_spelt(before_name, after_name))) is None:
                 break
-            key = (yield from self._short_until(after_name.replace('"', quote))).strip()
+            key = (yield from self._short_until(spelling.after)).strip()
             types = parameters.types(key)
             if before_value:
                 yield from self._skip_space()
-                said_types = yield from self._value_kind(calls, quote)
+                said_types = yield from self._value_kind(calls, spelling.quote)
                 types = types or said_types
                 if not (yield from self._accept_marker(before_value)):
                     raise NoCallError
@@ -421,12 +508,11 @@ class CallReader(PieceReader):
         yield from self._accept(")")
         return True
 
-    def _accept_quoted(self, marker: str) -> Reads:
-        """Takes a marker, whose quotes models write as single ones or leave out. Returns what stands for a quote; None
-        if the marker does not come next."""
-        for quote in QUOTES if '"' in marker else QUOTES[:1]:
-            if (yield from self._accept_marker(marker.replace('"', quote))):
-                return quote
+    def _accept_spelt(self, before: str, after: str) -> Reads:
+        """Takes the marker before a name. Returns its spelling; None if the marker does not come next."""
+        for each in spellings(before, after):
+            if (yield from self._accept_marker(each.before)):
+                return each
         return None
 
     def _name_before(self, arguments: str, after_name: str | None = None) -> Reads:
@@ -484,7 +570,8 @@ class CallReader(PieceReader):
         """Passes a parameter's value to `give` and takes the marker after it. A model may leave that out: then the next
         parameter's marker, or that after the arguments, ends the value."""
         after, line = calls.parameter[3], "\n" if calls.values_have_lines else ""
-        begun = [each for each in (calls.parameter[0], calls.after_arguments or calls.call[1]) if each]
+        nexts = [each.before for each in spellings(*calls.parameter[:2])]
+        begun = [each for each in (*nexts, calls.after_arguments or calls.call[1]) if each]
         slips = [f"\n{each}" for each in begun] + ([] if line else begun)
         ends, reads = make_markers((line + after, after, *slips)), self._until_end_of_text if is_text else self._until
         while True:
@@ -502,10 +589,9 @@ class CallReader(PieceReader):
     def _ends_value(self, calls: CallFormat, marker: str, others: Set[str]) -> Reads:
         """Whether a marker within a value ends it, by what follows: one of the tool's other parameters, or the end of
         the call."""
-        if marker == calls.parameter[0]:
-            while (
-                (at := self._text.find(calls.parameter[1])) < 0 and len(self._text) <= LONGEST_NAME and not self._ended
-            ):
+        after = next((each.after for each in spellings(*calls.parameter[:2]) if each.before == marker), None)
+        if after is not None:
+            while (at := self._text.find(after)) < 0 and len(self._text) <= LONGEST_NAME and not self._ended:
                 yield
             return self._text[: max(at, 0)].strip() in others
         nexts = {*calls.call, *(calls.section or ()), calls.name[0]} - {"", marker}

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from headrace.frontend.text.formats.call_reader import MOST_SPACE, CallReader
+from headrace.frontend.text.formats.call_reader import MOST_SPACE, CallReader, as_other_families, spellings
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
 from headrace.frontend.text.formats.events import AnswerPart, merged
 from headrace.frontend.text.formats.markers import Markers, make_markers
@@ -52,7 +52,11 @@ class _Marks(NamedTuple):
     """Markers that end reasoning, and ignored ones."""
 
 
-_BARE = ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"', '[{"name"', '[{ "name"', '[ {"name"')
+_BARE = tuple(
+    f"{before}{quote}name{quote}"
+    for before in ("{", "{ ", "{\n", "{\n  ", "{\n    ", "[{", "[{ ", "[ {")
+    for quote in ('"', "'", "")
+)
 """Beginnings of an object, or a list, that may be a call without markers."""
 
 
@@ -63,9 +67,10 @@ _FENCE, _LABEL = "```", re.compile(r"[\w.+\-]{0,20}\s{0,40}")
 
 
 def _spellings(form: CallFormat) -> tuple[str, ...]:
-    """The marker before a name, with the quotes that models write in it."""
-    has_quotes = form.body == "xml" and form.name[0].endswith('"')
-    return tuple(form.name[0].replace('"', quote) for quote in ('"', "'")) if has_quotes else (form.name[0],)
+    """The markers before a name, which may be all that a model writes before a call."""
+    if form.body == "json":
+        form = as_other_families()
+    return tuple(each.before for each in spellings(*form.name)) if form.body == "xml" else (form.name[0],)
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,9 +85,9 @@ def _marks_of(
             loose = {begin: end for begin, end in form.loose if begin}
         if reads_slips and any(not begin for begin, _ in form.loose):
             loose |= dict.fromkeys(_BARE if form.body == "json" else _BARE_LIST, "")
-        if reads_slips and form.body in ("xml", "elements") and form.name[0] and not (form.section and any(form.call)):
-            # The marker before a name may be all that a model writes.
-            loose |= dict.fromkeys(_spellings(form), form.call[1])
+        has_own = form.body in ("xml", "elements") and form.name[0] and not (form.section and any(form.call))
+        if reads_slips and (has_own or form.body == "json"):
+            loose |= dict.fromkeys(_spellings(form), form.call[1] if has_own else "")
         if reads_slips and form.section and all(form.call):
             loose[form.call[0]] = form.call[1]  # models leave the section's markers out
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
@@ -139,7 +144,7 @@ class OutputParser(CallReader):
         which may have opened the reasoning. tools: as in OpenAI's requests; their schemas say which values of xml
         formats are strings. hidden: special tokens to drop; the text has them only because they may be markers.
         reads_slips: read calls in other markers, and within reasoning. No grammar holds those to their schemas."""
-        super().__init__(calls.calls if calls else None, tools)
+        super().__init__(calls.calls if calls else None, tools, reads_slips=reads_slips)
         self._reasoning = reasoning.reasoning if reasoning else None
         self._prefix = ""
         if self._reasoning is not None and self._reasoning.is_content:
@@ -378,6 +383,8 @@ class OutputParser(CallReader):
             yield from self._section()
         except NoCallError:
             raw = "".join(self._raw or ())
+            if self.call < 0 and not raw:  # no reader took what the opener put back: it must not be found again
+                raw = self._take(len(opener))
             if self.call >= 0 and self._ended and _BEGUN.fullmatch(self._text):
                 self._text = ""
             elif raw.strip() and not (self.call >= 0 and calls.section is not None):

@@ -30,11 +30,20 @@ _IN_STRING = {'"': re.compile(r'[\x00-\x1f"\\]'), "'": re.compile(r"""[\x00-\x1f
 _IN_NEST = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _OUTSIDE = re.compile(r"""["'{}\[\]]""")
 _TOKEN = re.compile(
-    r""""[^"\\\x00-\x1f]*"|(?:[\s:{\[]|-?\d[\d.eE+\-]*|,(?=\s*["{\[\d\-]))+|["'}\],]|[^\s"'{}\[\],:]+"""
+    r""""[^"\\\x00-\x1f]*"|(?:[\s:{\[]|-?\d[\d.eE+\-]*(?=,)|,(?=\s*["{\[\d\-]))+|["'}\],]|[^\s"'{}\[\],:]+"""
 )
-"""Of a JSON value, outside of strings: a string in which nothing has to be mended, what else needs no look, or one
-character or word that may be a slip."""
-_LOOKS = re.compile(r"""["'{}\[\],A-Za-z]""").search
+"""Of a JSON value, outside of strings: a string in which nothing has to be mended, what else needs a look only at its
+beginning, or one character, number or word that may be a slip."""
+KEY = re.compile(r"([^\W\d][\w$.\-]{0,255})\s{0,64}:")
+KEY_BEGUN = re.compile(r"[^\W\d][\w$.\-]{0,255}\s{0,64}")
+"""A key without quotes, and what may become one."""
+_WORD = re.compile(r"[\w.\-]{0,256}")
+_VALUE = re.compile(r"[\"'{\[\-\d]|(?:true|false|null|True|False|None)\Z")
+"""The beginning of a value, or a constant."""
+_SIGNS = ("", *"\"'{}[],:")
+"""What is no character of a number or word."""
+_NO_VALUE_BEFORE = ("", *"{[,:")
+"""What may be before a value or a key."""
 _LONGEST_CONSTANT, _MOST_HELD = len("False"), 1024
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -198,6 +207,32 @@ class PieceReader:
             raise NoCallError from None
         return said
 
+    def _key(self, *, needs_quotes: bool) -> Reads:
+        """Takes the key of an object's member, and its colon. Returns it, and whether it has quotes."""
+        if has_quotes := (yield from self._peek(1)) in ('"', "'"):
+            key = yield from self._json_string()
+            yield from self._skip_space()
+            yield from self._expect(":")
+        else:
+            if needs_quotes:
+                raise NoCallError
+            while (found := KEY.match(self._text)) is None:
+                if self._ended or not KEY_BEGUN.fullmatch(self._text):
+                    raise NoCallError
+                yield
+            key = found[1]
+            self._take(found.end())
+        yield from self._skip_space()
+        return key, has_quotes
+
+    def _word(self) -> Reads:
+        """Takes a name without quotes; empty if none comes next."""
+        while _WORD.fullmatch(self._text) and not self._ended:
+            yield
+        found = _WORD.match(self._text)
+        assert found is not None
+        return self._take(found.end())
+
     def _json_whole(self) -> Reads:
         parts: list[str] = []
         yield from self._json_value(parts.append)
@@ -213,53 +248,67 @@ class PieceReader:
 
     def _json_value(self, give: Callable[[str], None], *, told: Tell | None = None, stop: str = "") -> Reads:
         """Passes one value to `give` while it arrives, as JSON. What models write by mistake is mended: single quotes,
-        a comma before a closing bracket, Python's constants, and in strings line breaks and backslashes that are not
-        escaped. Everything else is passed as it is. Raises NoCallError if the answer ends within it.
+        keys without quotes, commas that are missing or before a closing bracket, Python's constants, and in strings
+        line breaks and backslashes that are not escaped. Everything else is passed as it is. Raises NoCallError if the
+        answer ends within it.
 
-        told: as in `_until`. stop: a marker that no value contains; NoCallError if it comes within this one, which is
-        passed up to there."""
+        told: as in `_until`, within strings. stop: a marker that no value contains; NoCallError if it comes within this
+        one, which is passed up to there."""
         if (first := (yield from self._peek(1))) and first not in "\"'{[":
             scalar: str = yield from self._scalar()
             give(_CONSTANTS.get(scalar, scalar))
             return
-        ends, depth, comma, parts = make_markers((stop,)), 0, "", list[str]()
-
+        ends, depth, held, parts = make_markers((stop,)), 0, "", list[str]()  # held: white space and a comma
+        last, is_apart = "", False  # the last character but white space, and whether that came since
         while True:
             text, is_all = self._before(ends)
             at = 0
             while found := _TOKEN.match(text, at):
-                token = found.group()
-                is_cut = found.end() == len(text) and token.isalpha() and not is_all
-                if is_cut and len(token) <= _LONGEST_CONSTANT:
-                    break
+                token = found.group().lstrip()
+                space, lead = found.group()[: len(found.group()) - len(token)], token[:1]
+                is_apart = is_apart or bool(held or space)
+                goes_on = not (is_apart or lead in _SIGNS or last in _SIGNS or last in _NO_VALUE_BEFORE)
+                key = None
+                if lead not in _SIGNS and not goes_on:
+                    key = None if last == ":" else KEY.match(text, at)
+                    is_cut = found.end() == len(text) and token.isalpha() and len(token) <= _LONGEST_CONSTANT
+                    if not is_all and (is_cut or (last != ":" and KEY_BEGUN.fullmatch(text, at))):
+                        break
                 at = found.end()
-                if token in "]}":
-                    comma = comma[1:]
-                if (token == "," or (comma and token.isspace())) and len(comma) < _MOST_HELD:
-                    comma += token if token != "," or not comma else ""
+                if token in ("", ",") and len(held) < _MOST_HELD:
+                    held += space + ("" if "," in held else token)
+                    last = token or last
                     continue
-                parts.append(comma)
-                comma = ""
-                if token in "\"'":
+                if lead == "," in held:
+                    token = token[1:]
+                if token in ("]", "}"):
+                    held = held.replace(",", "")
+                lacks_comma = last not in _NO_VALUE_BEFORE and not goes_on and (key or _VALUE.match(token))
+                parts.append(("," if lacks_comma else "") + held + space)
+                held, last, is_apart = "", token.rstrip()[-1:] or last, found.group()[-1].isspace()
+                if token in ('"', "'"):
                     self._take(at)
                     parts.append('"')
                     yield from self._string(token, parts, give, told, stop)
                     (text, is_all), at = self._before(ends), 0
+                    last = '"'
+                elif goes_on or not token:
+                    parts.append(token)
                 else:
-                    parts.append(_CONSTANTS.get(token, token))
+                    parts.append(f'"{key[1]}"' if key else _CONSTANTS.get(token, token))
                     if token[0] != '"':
-                        depth += token.count("{") + token.count("[") - (token in "]}")
+                        depth += token.count("{") + token.count("[") - (token in ("]", "}"))
                 if depth <= 0:
                     self._take(at)
                     give("".join(parts))
                     return
             self._take(at)
-            if said := "".join(parts):
+            if said := "".join((*parts, held.partition(",")[0] if is_all else "")):
                 give(said)
             parts.clear()
             if is_all:
                 raise NoCallError
-            yield from self._turn(_LOOKS, None if comma or stop else told)
+            yield
 
     def _before(self, ends: Markers) -> tuple[str, bool]:
         """The text before a marker, and whether there is no more of it to come."""
