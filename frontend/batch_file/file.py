@@ -16,11 +16,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
+import io
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -141,12 +143,27 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields each line that is not blank, with its number from 1. Raises OptionError."""
     try:
         with open_file(path) as file:
-            for number, line in enumerate(file, 1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            for number, line in enumerate(_as_utf8(file), 1):
                 if line.strip():
                     yield number, line
+    except UnicodeError as error:
+        raise OptionError(
+            f"the input file {path} begins as UTF-16 or UTF-32 does and is not: {error}; write it as UTF-8 (iconv -t "
+            "UTF-8)"
+        ) from None
     except OSError as error:
         raise OptionError(f"cannot read the input file {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _as_utf8(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file in UTF-8 without a byte order mark. PowerShell writes UTF-16. Raises UnicodeError."""
+    first = file.peek(4)[:4] if isinstance(file, io.BufferedReader) else b""
+    encoding = json.detect_encoding(first)  # from a mark, or from where the zeros are
+    if encoding.startswith(("utf-16", "utf-32")):
+        text = io.TextIOWrapper(file, encoding, newline="\n")
+        yield from (line.removeprefix("\ufeff").encode() for line in text)
+    else:
+        yield from (line.removeprefix(codecs.BOM_UTF8) if at == 0 else line for at, line in enumerate(file))
 
 
 def check_url(request: BatchRequest, url: str | None) -> None:

@@ -73,6 +73,28 @@ def num_asked(core: ZmqCore) -> int:
     return sum(isinstance(each, AddRequest) for each in core.core.received)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig"])
+def test_a_file_in_another_encoding_is_read(core: ZmqCore, tmp_path: Path, encoding: str) -> None:
+    """As PowerShell writes files."""
+    lines = [line("one", prompt="ein Schlüssel, 鍵 \u0a0a", max_tokens=2), line("two", prompt="two", max_tokens=2)]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes("\r\n".join(json.dumps(each, ensure_ascii=False) for each in lines).encode(encoding))
+    assert run_batch(core, source, tmp_path / "out.jsonl") == 0
+    assert {name: row["response"]["status_code"] for name, row in by_id(tmp_path / "out.jsonl").items()} == {
+        "one": 200,
+        "two": 200,
+    }
+
+
+def test_a_file_that_is_not_in_the_encoding_it_begins_with_is_named(core: ZmqCore, tmp_path: Path, capsys) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(codecs.BOM_UTF16_LE + b"{\x00\x00\xd8\n")
+    assert run_batch(core, source, tmp_path / "out.jsonl") == 2
+    said = capsys.readouterr().err
+    assert "UTF-16" in said
+    assert "iconv" in said
+
+
 def test_answers_are_the_library_s_own_in_the_api_s_shape(
     core: ZmqCore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

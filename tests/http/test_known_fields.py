@@ -369,6 +369,8 @@ def test_a_cache_salt_separates_the_prefix_cache_on_every_route(server, path):
         ({"stopSequences": ["x"]}, {"stop": ["x"]}),
         ({"mirostat_target": 3, "mirostat_lr": 0.2}, {"mirostat_tau": 3.0, "mirostat_eta": 0.2}),
         ({"dry_penalty_range": 9, "nsigma": 1.5}, {"dry_penalty_last_n": 9, "top_n_sigma": 1.5}),
+        ({"dry_sequence_breakers": '["\\n", ":", "\\""]'}, {"dry_sequence_breakers": ["\n", ":", '"']}),
+        ({"dry_sequence_breakers": '"\\n", ":", "\\"", "*"'}, {"dry_sequence_breakers": ["\n", ":", '"', "*"]}),
         ({"temperature_last": True, "mode": "instruct", "truncation_length": 9, "pad_token_id": 0}, {}),
     ],
 )

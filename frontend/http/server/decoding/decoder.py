@@ -14,7 +14,15 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.server.decoding.foreign_fields import ANY, CONTENTS, OF_MESSAGES, Neutral, SameAs
+from headrace.frontend.http.server.decoding.foreign_fields import (
+    ANY,
+    CONTENTS,
+    LISTS_IN_TEXT,
+    OF_MESSAGES,
+    Neutral,
+    SameAs,
+    list_in_text,
+)
 from headrace.frontend.http.server.decoding.large_lists import decode_json
 from headrace.frontend.http.server.errors import LONGEST_PARAM, ApiError, bad_field, renamed, shortened
 from headrace.ipc.failure import InvalidRequestError
@@ -57,6 +65,7 @@ class RequestDecoder:
 
     def _request(self, fields: dict[str, Any], kind: type[S]) -> S:
         taken_as = self._take_others(fields, kind)
+        fields.update({name: list_in_text(fields[name]) for name in LISTS_IN_TEXT if name in fields})
         known = kind.__struct_fields__
         unknown = [name for name in fields if name not in known]
         for name in unknown:

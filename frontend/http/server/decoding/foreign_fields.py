@@ -188,6 +188,22 @@ def _usage(value: Any, body: Fields) -> Fields:
     return {"stream_options": {"include_usage": True}}
 
 
+LISTS_IN_TEXT = ("dry_sequence_breakers",)
+"""Fields whose list clients send as a text: SillyTavern as JSON, text-generation-webui also without the brackets."""
+
+
+def list_in_text(said: Any) -> Any:
+    """The list that a text holds as JSON; else the value itself."""
+    if not isinstance(said, str):
+        return said
+    written = said.strip()
+    try:
+        found = msgspec.json.decode(written if written.startswith("[") else f"[{written}]")
+    except (msgspec.DecodeError, RecursionError):
+        return said
+    return found if isinstance(found, list) else said
+
+
 _LIMITS = (
     *("n_predict", "max_new_tokens", "num_predict", "maxOutputTokens", "max_tokens_to_sample", "maxTokens"),
     "tokens_to_generate",
