@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
-from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer, load_bundle
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -407,8 +407,9 @@ def test_files_as_editors_of_windows_save_them_say_what_they_said(tmp_path: Path
         checkpoint = open_folder(path)
         bundle = load_bundle(checkpoint, Options(model=str(path)))
         assert bundle is not None
+        end = end_of_tokenizer(checkpoint, Options(model=str(path)))
         tokenizer, others = json.loads(bundle.tokenizer_json), msgspec.structs.replace(bundle, tokenizer_json=b"")
-        return checkpoint.config, checkpoint.eos_token_ids, checkpoint.generation_config, tokenizer, others
+        return checkpoint.config, checkpoint.eos_token_ids, checkpoint.generation_config, tokenizer, others, end
 
     plain = read()
     assert plain[1:3] == ((5, 7), {"top_k": 3})

@@ -97,7 +97,7 @@ def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
     file = checkpoint.path / "tokenizer.json"
     if not options.tokenizer and options.tokenizer_mode != "mistral" and is_there(file):
         text = folder_tokens(checkpoint.path, _config(checkpoint.path)).roles.get("eos_token")
-        found = None if text is None else _added_id(read_bytes(file), text)
+        found = None if text is None else _added_id(read_bytes(file).removeprefix(codecs.BOM_UTF8), text)
         if text is None or found is not None:
             return found
     bundle = load_bundle(checkpoint, options)

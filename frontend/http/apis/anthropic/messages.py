@@ -38,6 +38,7 @@ from headrace.frontend.http.apis.responses.items import from_encrypted
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import bad_field, renamed
 from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.tool_results import readable
 from headrace.frontend.request.parameters.structured_outputs import RETIRED
 from headrace.frontend.text.instructions import ROLES as INSTRUCTING
 
@@ -293,7 +294,7 @@ def _result_text(content: Any, where: str, offered: OfferedTools[dict[str, Any]]
             name = _field(block, "tool_name", at)
             offered.refer(name, f"{at}.tool_name")
             block = {"type": "text", "text": f"The tool {name} can be called now."}
-        blocks.append(block)
+        blocks.append(readable(block))
     return _texts(blocks, where)
 
 

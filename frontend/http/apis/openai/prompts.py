@@ -15,6 +15,7 @@ import msgspec
 from headrace.frontend.http.apis.openai.requests import ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
+from headrace.frontend.http.server.tool_results import readable
 from headrace.frontend.request import checks
 from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import reads_reasoning
@@ -359,7 +360,9 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     if (refusal := plain.pop("refusal", None)) is not None:
         plain.setdefault("content", refusal)
     if isinstance(message.content, list):
-        plain["content"] = [_without_hints(part) for part in message.content]
+        is_result = message.role in ("tool", "function")
+        parts = map(readable, message.content) if is_result else message.content
+        plain["content"] = [_without_hints(part) for part in parts]
     try:
         complete = complete_message(plain, f"messages[{index}]")
     except InvalidRequestError as error:

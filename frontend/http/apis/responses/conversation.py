@@ -32,6 +32,7 @@ from headrace.frontend.http.apis.responses.items import (
     new_id,
 )
 from headrace.frontend.http.server.errors import ApiError, bad_field
+from headrace.frontend.http.server.tool_results import readable
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDABLE = (
@@ -135,7 +136,9 @@ def _stored_item(item: Any, where: str) -> Item:
     if kind in _OUTPUTS:
         output = item.get("output")
         if not isinstance(output, str):
-            output = [_part(part, "input_text", f"{where}.output") for part in _parts(output, f"{where}.output")]
+            output = [
+                _part(readable(part), "input_text", f"{where}.output") for part in _parts(output, f"{where}.output")
+            ]
         prefix = "fco" if kind == "function_call_output" else "ctco"
         own = {"id": item.get("id") or new_id(prefix), "call_id": _text(item, "call_id", where)}
         return {"type": kind, **own, "output": output, "status": "completed"}
