@@ -153,6 +153,11 @@ def run_alone(options: Options, address: str) -> int:
         return EXIT_START_FAILED
     except SystemExit as ended:  # a signal before the engine served, so there is nothing to drain
         return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
+    except Exception as error:
+        if (limit := what_limits(error)) is None:
+            raise
+        print(f"engine-core: {limit}\n  during {phase[0]}", file=sys.stderr)
+        return EXIT_START_FAILED
     finally:
         bar.close(is_done=False)
         core.close()
@@ -210,6 +215,11 @@ def run_as_node(options: Options) -> int:
         return EXIT_START_FAILED
     except (SystemExit, KeyboardInterrupt) as ended:
         return ended.code if isinstance(ended, SystemExit) and isinstance(ended.code, int) else 130
+    except Exception as error:
+        if (limit := what_limits(error)) is None:
+            raise
+        print(f"engine-core: {limit}", file=sys.stderr)
+        return EXIT_START_FAILED
     return 0
 
 

@@ -60,7 +60,7 @@ from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_
 from headrace.ipc.process.deferred_imports import defer
 from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
-from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files
+from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files, what_limits
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
@@ -313,7 +313,8 @@ class Worker:
 def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:
     """Reports the error to the core and exits. May be called from any thread."""
     with contextlib.suppress(ChannelClosedError):
-        channel.send(ChildFailed(failure=Failure.of(error, process="worker", phase=phase, rank=rank)))
+        told = what_limits(error) or error
+        channel.send(ChildFailed(failure=Failure.of(told, process="worker", phase=phase, rank=rank)))
     leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 
+from headrace.core.process.daemon import EXIT_START_FAILED
 from headrace.frontend.http.apis.files.store import FileStore
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.extras import command_for, how_to_install
@@ -187,6 +188,32 @@ def test_an_address_space_that_is_too_small_for_the_libraries_is_named(limit_kib
     assert said.startswith(f"OptionStartError: {words} what is left of it")
     assert "pip install" not in said
     assert "Fatal Python error" not in said
+
+
+ALONE = """
+import errno, os, sys
+from headrace.core.engine.engine import EngineCore
+from headrace.core.process.daemon import main
+def start(core, on_phase, *rest):
+    on_phase("load weights", 0.0)
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+EngineCore.start = start
+sys.argv = ["engine-core", sys.argv[1], "--address", sys.argv[2]]
+main()
+"""
+"""`engine-core` on a system that refuses memory while it loads, which depends on the machine to a megabyte."""
+
+
+def test_an_engine_that_runs_alone_names_the_limit_of_its_memory(tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path / "model")
+    command = f"ulimit -v 100000000; exec {sys.executable} -c '{ALONE}' {model} ipc://{tmp_path}/core.sock"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stderr.endswith(
+        "engine-core: this process may have 97,656 MiB of address space (`ulimit -v`), which does not suffice: "
+        "[Errno 12] Cannot allocate memory\n  during load weights\n"
+    ), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == EXIT_START_FAILED
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
