@@ -84,6 +84,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Nothing in it is tried a second time in another way (`*+`), so a text is read in time that grows with its length."""
+_OF_TOKENS = re.compile(r"!?<[^<>\s]{1,100}>")
+"""llama.cpp's references to a token by its number in brackets or its text, also to any but that one."""
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 ALL: Ranges = ((0, 0xD7FF), (0xE000, sys.maxunicode))
@@ -113,6 +115,11 @@ class _Reader:
         while self._at < len(self._text):
             found = _TOKEN.match(self._text, self._at)
             if found is None:
+                if (token := _OF_TOKENS.match(self._text, self._at)) is not None:
+                    raise self._wrong(
+                        f"{token[0]} refers to a token, which grammars cannot do here: write a token's text in quotes, "
+                        "which may be the token itself"
+                    )
                 raise self._wrong(f"{self._text[self._at : self._at + 12]!r} cannot be read")
             self._kind, self._value, self._at = found.lastgroup or "", found[0], found.end()
             if self._kind != "space":

@@ -190,7 +190,11 @@ def test_a_grammar_is_read_as_llama_cpp_reads_it(name: str, case: str) -> None:
         ('root ::= "a" root', "each alternative leads back to itself"),
         ('root ::= * "a"', "repeats nothing"),
         ("root ::= " + "(" * 5000, "groups stand within more than 100 others"),
-        ('root ::= "a" <[7]>', "cannot be read"),
+        ('root ::= "a" <[7]>', r"line 1: <\[7\]> refers to a token, .* write a token's text in quotes"),
+        ("root ::= !<[7]>*", r"!<\[7\]> refers to a token"),
+        ("root ::= <think> [a-z]* </think>", "<think> refers to a token"),
+        ("root ::= !<|im_end|>", r"!<\|im_end\|> refers to a token"),
+        ("root ::= < a", "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_line(name: str, grammar: str, why: str) -> None:
