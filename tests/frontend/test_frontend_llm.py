@@ -129,6 +129,7 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
         ([[1, True]], {}, r"prompt_token_ids\[1\] is True"),
         ([[1, 2.5]], {}, r"prompt_token_ids\[1\] is 2.5"),
         ([[1], [3] * 300], {}, r"prompts\[1\]: .*prompt \(length 300\) .* maximum model length of 256"),
+        ([[3] * 256], {}, "maximum context length is 256 tokens"),
         ([[3] * 256], {}, "Please reduce the length of the prompt to 255 tokens"),
         (5, {}, "a prompt is a string"),
         ([None], {}, "a prompt is a string"),
