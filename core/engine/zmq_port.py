@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import logging
 import os
 import select
@@ -41,6 +40,7 @@ from headrace.ipc.transport.sockets import (
     CutShortError,
     bind_router,
     drop_frames,
+    has_input,
     ipc_path,
     receive_frames,
     send_whole,
@@ -166,8 +166,8 @@ class ZmqPort(Broadcaster):
     def send(self, client: int, message: CoreMessage) -> None:
         self._send(client, self._loop_codec.encode(message))
         with self._socket_lock:
-            has_input = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if has_input:
+            wakes = has_input(self._socket)  # sending may have used up the descriptor's signal
+        if wakes:
             self._wake()
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
@@ -252,28 +252,29 @@ class ZmqPort(Broadcaster):
 
     def _receive_some(self) -> bool:
         """Receives the messages that have come. False if there may be more."""
-        with contextlib.suppress(zmq.Again):
-            for count in itertools.count():
-                if count >= MAX_BURST_MESSAGES and self._should_yield:
-                    return False
-                with self._socket_lock:
-                    identity, *frames = receive_frames(self._socket)
-                sender = bytes(identity.bytes)
-                try:
-                    if len(frames) > MOST_FRAMES:
-                        self._drop_frames()
-                        raise CodecError(f"a message of more than {MOST_FRAMES} frames")
-                    is_stranger = sender not in self._client_of
-                    self._receive(sender, [frame.buffer for frame in frames])
-                    if is_stranger and sender in self._client_of:
-                        self._strangers.take(identity)
-                except CodecError as error:
-                    self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
-                except BaseException as error:  # no message of one client may end the engine of the others
-                    let_interrupts_pass(error)
-                    logger.exception("a message could not be received")
-                    self._dismiss(sender, f"a message of this client could not be received: {type(error).__name__}")
-        return True
+        count = 0
+        while count < MAX_BURST_MESSAGES or not self._should_yield:
+            count += 1
+            with self._socket_lock:
+                if not has_input(self._socket):
+                    return True
+                identity, *frames = receive_frames(self._socket)
+            sender = bytes(identity.bytes)
+            try:
+                if len(frames) > MOST_FRAMES:
+                    self._drop_frames()
+                    raise CodecError(f"a message of more than {MOST_FRAMES} frames")
+                is_stranger = sender not in self._client_of
+                self._receive(sender, [frame.buffer for frame in frames])
+                if is_stranger and sender in self._client_of:
+                    self._strangers.take(identity)
+            except CodecError as error:
+                self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
+            except BaseException as error:  # no message of one client may end the engine of the others
+                let_interrupts_pass(error)
+                logger.exception("a message could not be received")
+                self._dismiss(sender, f"a message of this client could not be received: {type(error).__name__}")
+        return False
 
     def _drop_frames(self) -> None:
         """Drops the remaining frames of the message being received; the loop may send in between."""

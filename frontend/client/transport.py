@@ -34,9 +34,11 @@ from headrace.ipc.transport.sockets import (
     CutShortError,
     address_to_dial,
     check_address,
+    has_input,
     ipc_path,
     new_dealer,
     or_keys,
+    receive_whole,
     send_whole,
 )
 
@@ -268,11 +270,12 @@ class ZmqTransport:
         for _ in range(_MESSAGES_PER_TURN):
             if self._context is None:
                 return
-            try:
-                message = self._codec.decode(self._socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                self._flush()
+            if not has_input(self._socket):
+                if self._unsent:
+                    self._flush()
                 return
+            try:
+                message = self._codec.decode(receive_whole(self._socket))
             except MemoryError:  # a message is lost, so end the session: no request may wait for it
                 self._end(
                     f"this client has no memory for what the {self._listener} at {self.address} sent", MESSAGE_LOST

