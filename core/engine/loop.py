@@ -636,8 +636,10 @@ class Loop:
                 raise InconsistentError(f"the executor failed row {row_failure.row}, which is empty")
             scheduler.drop(request, forget_blocks=True)
             self._end(events, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
-        gather_prompt_logprobs(events, result, table)
-        gather_vectors(events, result, table)
+        if result.prompt_logprobs:
+            gather_prompt_logprobs(events, result, table)
+        if result.vectors is not None:
+            gather_vectors(events, result.vectors, table)
         advance = scheduler.advance(result)
         for request in advance.first:
             request.first_token_s = now_s

@@ -17,7 +17,7 @@ from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, InconsistentError
 from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs, Vectors
-from headrace.ipc.step import StepPlan, StepResult, nth_of_each
+from headrace.ipc.step import PooledRows, StepPlan, StepResult, nth_of_each
 
 
 class StepEvents:
@@ -69,6 +69,7 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
 
 LogprobsOfTokens = tuple[np.ndarray | None, LogprobRows | None]
 """Token index of each row of log-probabilities, [num_rows] int32 ascending; and the rows."""
+NO_LOGPROBS: LogprobsOfTokens = (None, None)
 
 
 def logprobs_of_kept(result: StepResult, kept: np.ndarray | None) -> LogprobsOfTokens:
@@ -152,10 +153,8 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
         events.prompt_logprobs.setdefault(request.client, []).append(part)
 
 
-def gather_vectors(events: StepEvents, result: StepResult, table: RowTable) -> None:
+def gather_vectors(events: StepEvents, vectors: PooledRows, table: RowTable) -> None:
     """Adds a result's vectors to `events`, by client."""
-    if (vectors := result.vectors) is None:
-        return
     client_of = table.client[vectors.rows]
     for client in set(client_of.tolist()):
         mine = vectors.select(client_of == client)
@@ -202,7 +201,7 @@ class OutputBuilder:
             shares = [*shares, *(_Share(client, _NOBODY, _NOBODY, _NO_SLOTS) for client in without_tokens)]
         elif result.logprobs is None:
             return [(share.client, _only_tokens(plan, token_ids, share)) for share in shares]
-        logprobs = logprobs_of_kept(result, advance.kept)
+        logprobs = NO_LOGPROBS if result.logprobs is None else logprobs_of_kept(result, advance.kept)
         return [(share.client, _outputs(plan, token_ids, logprobs, events, share)) for share in shares]
 
     def _due(self, advance: Advance) -> tuple[list[_Share], np.ndarray]:
@@ -267,7 +266,7 @@ def _outputs(
     plan: StepPlan, token_ids: np.ndarray, sent: LogprobsOfTokens, events: StepEvents, share: _Share
 ) -> StepOutputs:
     tokens = _only_tokens(plan, token_ids, share)
-    indices, logprobs = _logprobs_of(sent, share.sources)
+    indices, logprobs = (None, None) if sent is NO_LOGPROBS else _logprobs_of(sent, share.sources)
     return StepOutputs(
         step=tokens.step,
         slots=tokens.slots,

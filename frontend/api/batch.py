@@ -66,7 +66,7 @@ class RequestBatch(RequestListener):
     """Requests that run together. One that finds the queue full is sent again when another has ended."""
 
     def __init__(
-        self, client: RequestClient, requests: Sequence[CheckedRequest], on_ended: OnEnded = lambda stream: None
+        self, client: RequestClient, requests: Sequence[CheckedRequest], on_ended: OnEnded | None = None
     ) -> None:
         self._client, self._requests, self._on_ended = client, requests, on_ended
         self._waiting = list(range(len(requests)))  # a heap: the first of those that are to be sent (again)
@@ -89,8 +89,7 @@ class RequestBatch(RequestListener):
         """
         try:
             while self._num_ended < len(self._requests):
-                with self._client.together():
-                    self._send()
+                self._send()
                 if self._error is not None:
                     raise self._error
                 await self._wait()
@@ -106,14 +105,15 @@ class RequestBatch(RequestListener):
             if not self._running and time.monotonic() < self._retry_at_s:
                 return
             self._retry_at_s = None
-        while self._waiting and len(self._running) < self._most_running and self._error is None:
-            index = heapq.heappop(self._waiting)
-            try:
-                stream = self._client.submit(self._requests[index], self)
-            except QueueFullError as error:
-                self._refused(index, error)
-                break
-            self._running[stream] = index
+        with self._client.together() if self._requests[0].pool is not None else contextlib.nullcontext():
+            while self._waiting and len(self._running) < self._most_running and self._error is None:
+                index = heapq.heappop(self._waiting)
+                try:
+                    stream = self._client.submit(self._requests[index], self)
+                except QueueFullError as error:
+                    self._refused(index, error)
+                    break
+                self._running[stream] = index
 
     async def _wait(self) -> None:
         """Waits until a request has ended, or until it is time to try again."""
@@ -135,7 +135,8 @@ class RequestBatch(RequestListener):
             self._num_ended += 1
             self._most_running = min(MAX_IN_FLIGHT, self._most_running + 1)
             self._patience_ends_s = None
-            self._on_ended(stream)
+            if self._on_ended is not None:
+                self._on_ended(stream)
 
     def _refused(self, index: int, error: QueueFullError) -> None:
         """The queue is full: as many requests as run now fit into it. If none runs, others fill it."""

@@ -197,9 +197,11 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         sample; RequestFailedError; QueueFullError.
         """
         self._check_usable()
-        check_arguments("generate", others)
+        if others:
+            check_arguments("generate", others)
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
-        self._use_loras(parsed, lora_request)
+        if lora_request is not None:
+            self._use_loras(parsed, lora_request)
         return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
     def _requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -53,7 +54,7 @@ class BackgroundLoop:
             except TypeError as error:  # not a coroutine: without this the caller would wait for ever
                 result.set_exception(error)
                 return
-            tasks[0].add_done_callback(lambda task: _pass_on(task, result))
+            tasks[0].add_done_callback(functools.partial(_pass_on, result))
 
         def cancel() -> None:
             tasks[0].cancel()
@@ -118,7 +119,7 @@ def take(items: queue.SimpleQueue[T]) -> T:
         raise interrupt from None  # hides queue.Empty, which is not the cause
 
 
-def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:
+def _pass_on(result: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
     if task.cancelled():
         result.set_exception(asyncio.CancelledError())
     elif (error := task.exception()) is not None:

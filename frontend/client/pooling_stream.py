@@ -40,13 +40,13 @@ class PoolingStream(RequestStream):
 
     def _read(self) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:  # type: ignore[override]
         self._news = False
-        self._final_given = self._ended
+        self._final_given = self.done
         return PoolingRequestOutput(
             request_id=self.request_id,
             outputs=self.outputs(),
             prompt_token_ids=list(self.prompt.token_ids or ()),
             num_cached_tokens=self.num_cached_tokens or 0,
-            finished=self._ended,
+            finished=self.done,
         )
 
     def outputs(self) -> PoolingOutput:

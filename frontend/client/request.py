@@ -208,6 +208,9 @@ class RequestStream(OneProcess):
         self.request_id = request.name
         prompt, params = request.prompt, request.params
         self.tokenizer = tokenizer if params.detokenize else None
+        prompt_token_ids = prompt.token_ids or ()
+        if prompt.inputs:
+            prompt_token_ids = prompt_token_ids[prompt.text_start :]
         self.sequences: list[SequenceState] = []
         for index in range(params.n):
             detokenizer = None
@@ -215,7 +218,7 @@ class RequestStream(OneProcess):
                 detokenizer = self.tokenizer.detokenizer(
                     skip_special_tokens=params.skip_special_tokens,
                     spaces_between_special_tokens=params.spaces_between_special_tokens,
-                    prompt_token_ids=(prompt.token_ids or ())[prompt.text_start :],
+                    prompt_token_ids=prompt_token_ids,
                 )
             self.sequences.append(SequenceState(self, index, detokenizer))
         self.num_unfinished = params.n
@@ -249,10 +252,11 @@ class RequestStream(OneProcess):
         self.route: Any = None
         """The router's record of it (frontend/fleet/decisions.py:RoutedRequest), if there is a router."""
         self._submitted_s = time.monotonic()
-        self._error: HeadraceError | None = None
+        self.done = False
+        self.error: HeadraceError | None = None
+        """What ended the request, if it ended with an error."""
         self._waiter: asyncio.Future[None] | None = None
         self._news = False
-        self._ended = False
         self._final_given = False
 
     def task_of(self, sequence: SequenceState) -> Task:
@@ -272,15 +276,6 @@ class RequestStream(OneProcess):
         """Seconds from submission to the first token."""
         return self.metrics.first_token_latency
 
-    @property
-    def done(self) -> bool:
-        return self._ended
-
-    @property
-    def error(self) -> HeadraceError | None:
-        """The error that ended the request; None if it ended without one."""
-        return self._error
-
     def unfinished_slots(self) -> Sequence[int]:
         return [each.slot for each in self.sequences if each.finish_reason is None]
 
@@ -292,8 +287,8 @@ class RequestStream(OneProcess):
         while not self._news:
             if self._final_given:
                 raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -319,7 +314,7 @@ class RequestStream(OneProcess):
     def notify(self, now_s: float) -> None:
         """Called at the end of a step with outputs of this request: wakes the reader if there is something to read."""
         self.touched = False
-        if self._ended:
+        if self.done:
             return  # it failed or was aborted in this step, and its reader knows
         if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
             self.metrics.first_token_latency = now_s - self._submitted_s
@@ -338,9 +333,9 @@ class RequestStream(OneProcess):
 
     def fail(self, error: HeadraceError) -> None:
         """Ends the request with an error, unless it has ended already."""
-        if not self._ended:
-            self._error = error
-            self._ended = True
+        if not self.done:
+            self.error = error
+            self.done = True
             self._news = False
             self._wake(news=False)
             self._report_done()
@@ -379,10 +374,10 @@ class RequestStream(OneProcess):
                 del told[-_DROPPED_AT_ONCE:]
 
     def _end(self, now_s: float) -> None:
-        self._ended = True
+        self.done = True
         self.metrics.total_s = now_s - self._submitted_s
         self.metrics.set_timestamps()
-        self.metrics.num_generation_tokens = sum(len(each.token_ids) for each in self.sequences)
+        self.metrics.num_generation_tokens = self.num_tokens
         self._wake()
         self._report_done()
 
@@ -403,7 +398,7 @@ class RequestStream(OneProcess):
 
     def _read(self) -> RequestOutput:
         self._news = False
-        self._final_given = self._ended
+        self._final_given = self.done
         delta = self.params.output_kind is RequestOutputKind.DELTA
         chosen = [each for each in self.sequences if each.has_news()] if delta else self.sequences
         return RequestOutput(
@@ -412,9 +407,9 @@ class RequestStream(OneProcess):
             prompt_token_ids=self.prompt.token_ids or [],  # type: ignore[arg-type]  # packed only where nobody reads it
             prompt_logprobs=self.prompt_logprobs,
             outputs=[each.read(delta=delta, tokenizer=self.tokenizer) for each in chosen],
-            finished=self._ended,
+            finished=self.done,
             lora_request=self.prompt.lora_request,
-            metrics=self.metrics if self._ended else None,
+            metrics=self.metrics if self.done else None,
             num_cached_tokens=self.num_cached_tokens,
         )
 

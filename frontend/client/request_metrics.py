@@ -9,7 +9,6 @@ The numbers are float64 in a block of memory: a client's own, or one that a serv
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import time
 from bisect import bisect_left
@@ -126,41 +125,39 @@ class RequestMeter:
         """Call when the request has ended, successfully or not."""
         reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"
         self._block[REQUEST_LAYOUT.at[reason]] += 1.0
-        metrics = stream.metrics
         if stream.error is not None:
             return
-        trace_id = "" if stream.trace is None or self.exemplars is None else stream.trace.trace_id
-        take = functools.partial(self._take_traced, trace_id) if trace_id else self._take
-        num_prompt = len(stream.prompt.token_ids or ())
-        take("request_prompt_tokens", num_prompt)
-        take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
-        take("request_params_n", stream.params.n)
-        take("request_params_max_tokens", stream.params.max_tokens)
-        take("request_generation_tokens", metrics.num_generation_tokens)
-        take("request_max_num_generation_tokens", max([len(each.token_ids) for each in stream.sequences]))
-        if reason == "abort":
-            return
-        take("request_num_preemptions", metrics.num_preemptions)
-        take("time_to_first_token_seconds", metrics.first_token_latency)
-        take("e2e_request_latency_seconds", metrics.total_s)
-        take("request_queue_time_seconds", metrics.queued_s)
-        take("request_prefill_time_seconds", metrics.prefill_s)
-        take("request_decode_time_seconds", metrics.decode_s)
-        if metrics.prefill_s is not None and metrics.decode_s is not None:
-            take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
-            if metrics.num_generation_tokens > stream.params.n:
-                steps = metrics.num_generation_tokens / stream.params.n - 1
-                take("request_time_per_output_token_seconds", metrics.decode_s / steps)
-
-    def _take(self, name: str, value: float | None) -> None:
-        if value is not None:
-            observe(self._block, *_OF_NAME[name], value)
-
-    def _take_traced(self, trace_id: str, name: str, value: float | None) -> None:
-        self._take(name, value)
-        if value is not None and self.exemplars is not None:
-            _, bounds = _OF_NAME[name]
-            self.exemplars[name, bisect_left(bounds, value)] = Exemplar(trace_id, value, time.time())
+        metrics, num_prompt = stream.metrics, len(stream.prompt.token_ids or ())
+        told: dict[str, float | None] = {
+            "request_prompt_tokens": num_prompt,
+            "request_prefill_kv_computed_tokens": num_prompt - (stream.num_cached_tokens or 0),
+            "request_params_n": stream.params.n,
+            "request_params_max_tokens": stream.params.max_tokens,
+            "request_generation_tokens": metrics.num_generation_tokens,
+            "request_max_num_generation_tokens": max([len(each.token_ids) for each in stream.sequences]),
+        }
+        if reason != "abort":
+            told["request_num_preemptions"] = metrics.num_preemptions
+            told["time_to_first_token_seconds"] = metrics.first_token_latency
+            told["e2e_request_latency_seconds"] = metrics.total_s
+            told["request_queue_time_seconds"] = metrics.queued_s
+            told["request_prefill_time_seconds"] = metrics.prefill_s
+            told["request_decode_time_seconds"] = metrics.decode_s
+            if metrics.prefill_s is not None and metrics.decode_s is not None:
+                told["request_inference_time_seconds"] = metrics.prefill_s + metrics.decode_s
+                if metrics.num_generation_tokens > stream.params.n:
+                    steps = metrics.num_generation_tokens / stream.params.n - 1
+                    told["request_time_per_output_token_seconds"] = metrics.decode_s / steps
+        block, trace_id = self._block, "" if stream.trace is None else stream.trace.trace_id
+        for name, value in told.items():
+            if value is None:
+                continue
+            at, bounds = _OF_NAME[name]
+            bucket = bisect_left(bounds, value)
+            block[at + bucket] += 1.0
+            block[at + len(bounds) + 1] += value
+            if trace_id and self.exemplars is not None:
+                self.exemplars[name, bucket] = Exemplar(trace_id, value, time.time())
 
 
 class Meters(Protocol):

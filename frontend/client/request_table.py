@@ -57,7 +57,9 @@ class RequestTable:
         """takes_over: called with a request that the core refuses, or gives up as it shuts down, and that was removed
         from this table. Returns True if another engine continues it."""
         self._send_now, self._takes_over = send, takes_over
-        self._unsent: list[AddRequest] | None = None
+        self._send = send
+        """Takes each message, in the order of the calls: `_gather` within `together`."""
+        self._unsent: list[AddRequest] = []
         """Within `together`: what is to be sent as few messages."""
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
@@ -80,29 +82,26 @@ class RequestTable:
     def together(self) -> Iterator[None]:
         """Requests that pool, differ in their tokens alone and are added within the block are sent as one message. One
         that cannot be sent ends with the error."""
-        if self._unsent is not None:
+        if self._send != self._send_now:
             yield
             return
-        self._unsent = []
+        self._send = self._gather
         try:
             yield
         finally:
+            self._send = self._send_now
             self._send_unsent()
-            self._unsent = None
 
-    def _send(self, message: ClientMessage) -> None:
-        """In the order of the calls."""
-        if self._unsent is not None:
-            if isinstance(message, AddRequest) and message.is_plain:
-                self._unsent.append(message)
-                return
-            self._send_unsent()
+    def _gather(self, message: ClientMessage) -> None:
+        """Sends later what may be sent with others, and anything else after what was to be sent before it."""
+        if isinstance(message, AddRequest) and message.is_plain:
+            self._unsent.append(message)
+            return
+        self._send_unsent()
         self._send_now(message)
 
     def _send_unsent(self) -> None:
-        if not (unsent := self._unsent):
-            return
-        self._unsent = []
+        unsent, self._unsent = self._unsent, []
         for alike in _runs(unsent):
             try:
                 self._send_now(alike[0] if len(alike) == 1 else AddPrompts.of(alike))
@@ -204,8 +203,8 @@ class RequestTable:
             self._take_details(step, slots)
         if step.vectors is not None:
             self._take_vectors(step.vectors)
-        # A token that stops an output arrives together with its Finish, and is not part of the text.
-        silent = self._silent_tokens(step.finished, slots) if step.finished else ()
+        # A token that only marks the end of an output comes together with its Finish, and no stop is looked for in it.
+        silent = {finish.slot for finish in step.finished if self._is_silent(finish)} if step.finished else None
         for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
             sequence = sequences.get(slot)
             if sequence is None:
@@ -216,7 +215,7 @@ class RequestTable:
             if not stream.touched:
                 stream.touched = True
                 touched.append(stream)
-            if sequence.looks_for_stop and position not in silent:
+            if sequence.looks_for_stop and not (silent and slot in silent and slot not in slots[position + 1 :]):
                 self._look_for_stop(sequence)
         for finish in step.finished:
             sequence = sequences.get(finish.slot)
@@ -285,14 +284,12 @@ class RequestTable:
                 sequence.stream.take(values[first:end], width)
             first = end
 
-    def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
-        stopped = {finish.slot for finish in finished if _has_mark(finish)}
-        last = {slot: position for position, slot in enumerate(slots) if slot in stopped}
-        return frozenset(
-            position
-            for slot, position in last.items()
-            if slot in self._sequences and not self._sequences[slot].stream.params.include_stop_str_in_output
-        )
+    def _is_silent(self, finish: Finish) -> bool:
+        """Whether an output's last token only marks its end, and is not part of the answer."""
+        if finish.reason is not FinishReason.STOP or finish.with_last_token:
+            return False
+        sequence = self._sequences.get(finish.slot)
+        return sequence is not None and not sequence.stream.params.include_stop_str_in_output
 
     def _on_finish(self, sequence: SequenceState, finish: Finish) -> None:
         stream: RequestStream = sequence.stream
@@ -307,8 +304,7 @@ class RequestTable:
                 return
             stream.fail(_error_of(finish))
             return
-        silent = _has_mark(finish) and not stream.params.include_stop_str_in_output
-        self._finish(sequence, reason, finish.stop_token, silent_last_token=silent)
+        self._finish(sequence, reason, finish.stop_token, silent_last_token=self._is_silent(finish))
 
     def _finish(
         self, sequence: SequenceState, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False
@@ -340,15 +336,14 @@ def _runs(requests: Sequence[AddRequest]) -> Iterator[Sequence[AddRequest]]:
             first = index
 
 
-def _has_mark(finish: Finish) -> bool:
-    """Whether the last token only marks the end, and is not part of the answer."""
-    return finish.reason is FinishReason.STOP and not finish.with_last_token
-
-
 def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[AddRequest]:
     """One message per unfinished output of the request. registered: the paths of the engine's adapters, by name."""
     prompt, params, request_id = stream.prompt, stream.params, stream.request_id
-    interval, notes_steps = _output_interval(stream), stream.trace is not None and stream.trace.wants_steps
+    interval, notes_steps = stream.interval, stream.trace is not None and stream.trace.wants_steps
+    if params.stop or params.repetition_detection is not None:
+        interval = 1  # each token must be looked at at once
+    elif params.output_kind is RequestOutputKind.FINAL_ONLY:
+        interval = UNREAD_TOKENS
     prompt_token_ids = Tensor.of("int32", prompt.token_ids or ())
     messages = []
     for sequence in stream.sequences:
@@ -387,14 +382,6 @@ def _uses(
         path = "" if registered.get(use.name) == use.path else use.path
         asked.append(msgspec.structs.replace(use, path=path, identity=identity))
     return tuple(asked)
-
-
-def _output_interval(stream: RequestStream) -> int:
-    """How many tokens to send together. Stop strings and repetition detection need each token at once."""
-    params = stream.params
-    if params.stop or params.repetition_detection is not None:
-        return 1
-    return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else stream.interval
 
 
 def _error_of(finish: Finish) -> HeadraceError:

@@ -16,7 +16,7 @@ from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import thinking_of
-from headrace.frontend.request.parameters.token_rules import check_model_limits, tokenized_fields
+from headrace.frontend.request.parameters.token_rules import bad_words_of, breakers_of, check_model_limits
 from headrace.frontend.request.pooling_prompts import NOT_POOLING
 from headrace.frontend.request.prompts import ModelFacts, Prompt, truncate
 from headrace.ipc.codec import Tensor
@@ -104,9 +104,15 @@ def check(
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
         )
     tokenizer = facts.tokenizer
-    tokenized = tokenized_fields(params, tokenizer, welcome.vocab_size)
-    if (thinking := thinking_of(params, prompt, tokenizer, welcome)) is not None:
-        tokenized["thinking"] = thinking
+    tokenized: dict[str, Any] = {}
+    if params.bad_words:
+        tokenized["bad_words"] = bad_words_of(params, tokenizer, welcome.vocab_size)
+    if params.dry_multiplier > 0:
+        tokenized["dry_breaker_token_ids"] = breakers_of(params.dry_sequence_breakers, tokenizer)
+    if params.thinking_token_budget is not None or params.structured_outputs is not None:
+        thinking = thinking_of(params, prompt, tokenizer, welcome)
+        if thinking is not None:
+            tokenized["thinking"] = thinking
     return CheckedRequest(name, prompt, params, priority, room, tokenized)
 
 

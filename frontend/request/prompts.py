@@ -284,12 +284,14 @@ def encode_texts(texts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Toke
         raise InvalidRequestError(
             "this engine runs without a tokenizer (`skip_tokenizer_init=True`): give prompt_token_ids instead of text"
         )
+    strings = list[str]()
     for prompt in texts:
+        text = prompt.text or ""
         try:
-            (prompt.text or "").encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
-    strings = [(prompt.text or "").lower() if how.do_lower_case else prompt.text or "" for prompt in texts]
+        strings.append(text.lower() if how.do_lower_case else text)
     special = how.add_special_tokens
     encoded = [tokenizer.encode(strings[0], special)] if len(strings) == 1 else tokenizer.encode_batch(strings, special)
     for prompt, token_ids in zip(texts, encoded, strict=True):

@@ -8,6 +8,7 @@ refused while too many of these go on.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -59,38 +60,39 @@ class GuardedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> Any:
         """The encoding of a text."""
         if not self._may_hang:
-            return self._guarded(_PROMPT, lambda: self._library.encode(text, add_special_tokens=add_special_tokens))
+            return self._guarded(_PROMPT, self._library.encode, text, add_special_tokens=add_special_tokens)
         # Unlike `encode`, this lets other threads run meanwhile.
-        several = self._guarded(
-            _PROMPT, lambda: self._library.encode_batch([text], add_special_tokens=add_special_tokens)
-        )
+        several = self._guarded(_PROMPT, self._library.encode_batch, [text], add_special_tokens=add_special_tokens)
         return several[0]
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
         """The encodings of several texts, without offsets, on several threads."""
         if self._may_hang:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return self._guarded(
-            _PROMPT, lambda: self._library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        )
+        return self._guarded(_PROMPT, self._library.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of tokens."""
-        return self._guarded(_TOKENS, lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens))
+        text: str = self._guarded(_TOKENS, self._library.decode, ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def decode_batch(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         """The texts of several sequences of tokens."""
-        return self._guarded(
-            _TOKENS, lambda: self._library.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+        texts: list[str] = self._guarded(
+            _TOKENS, self._library.decode_batch, sequences, skip_special_tokens=skip_special_tokens
         )
+        return texts
 
     def post_process(self, encoding: Any, pair: Any, add_special_tokens: bool) -> Any:
         """The encoding with special tokens."""
-        return self._guarded(_PROMPT, lambda: self._library.post_process(encoding, pair, add_special_tokens))
+        return self._guarded(_PROMPT, self._library.post_process, encoding, pair, add_special_tokens)
 
-    def _guarded(self, what: str, work: Callable[[], T]) -> T:
+    def _guarded(self, what: str, work: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Calls the library. what: the subject of an error's message."""
         try:
-            return self._watched(what, work) if self._may_hang else work()
+            if self._may_hang:
+                return self._watched(what, functools.partial(work, *args, **named))
+            return work(*args, **named)
         except BaseException as error:
             if not is_panic(error) and type(error) is not Exception:  # as which the library raises its other faults
                 raise

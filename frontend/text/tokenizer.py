@@ -390,12 +390,10 @@ class _TokenBytes(dict[int, bytes]):
         self._byte_of = _byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped_ids else self._token_of(token_id)
-        if token is None:
-            value = b""
-        elif all(character in self._byte_of for character in token):
-            value = bytes(self._byte_of[character] for character in token)
-        else:
+        token: str = "" if token_id in self._skipped_ids else self._token_of(token_id) or ""
+        try:
+            value = bytes(map(self._byte_of.__getitem__, token))
+        except KeyError:
             value = token.encode()  # an added token, spelt as text
         self[token_id] = value
         return value

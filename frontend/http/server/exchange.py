@@ -214,6 +214,7 @@ class Exchange:
         self.scope, self.receive, self._finder = scope, receive, finder
         self._bodies = bodies
         self._send = send
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several of a name, the first
         # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
         self.arrival: Arrival = scope["extensions"].pop(EXTENSION)
         self.connection = self.arrival.connection
@@ -249,11 +250,7 @@ class Exchange:
         await self._send(message)
 
     def header_bytes(self, name: bytes) -> bytes | None:
-        for key, value in self.scope["headers"]:
-            if key == name:
-                content: bytes = value
-                return content
-        return None
+        return self._headers.get(name)
 
     def header(self, name: bytes) -> str | None:
         value = self.header_bytes(name)

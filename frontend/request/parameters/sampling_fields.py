@@ -95,18 +95,14 @@ Check = Callable[[Any], Any]
 
 
 def check_of(declared: Declared) -> Check | None:
-    """The check of a bool field or of a number with a range; None for fields that are checked elsewhere."""
+    """The check of a bool field or of a number with a range, of a value that is not None; None for fields that are
+    checked elsewhere."""
     name, kind, found = declared.name, declared.kind, declared.range
-    check: Check
     if kind is bool:
-        check = _check_bool(name)
-    elif found is None or kind not in (int, float):
+        return _check_bool(name)
+    if found is None or kind not in (int, float):
         return None
-    else:
-        check = _check_integer(name, found) if kind is int else _check_number(name, found)
-    if declared.optional:
-        return lambda value: None if value is None else check(value)
-    return check
+    return _check_integer(name, found) if kind is int else _check_number(name, found)
 
 
 def plain_integer(value: Any) -> int | None:

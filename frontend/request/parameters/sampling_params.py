@@ -403,9 +403,9 @@ class SamplingParams(
     def _make_lists(self) -> None:
         """Turns the checked stop, stop_token_ids and bad_words into lists without duplicates, which scripts may
         extend."""
-        self.stop = list(dict.fromkeys(self.stop_strings))
-        self.stop_token_ids = list(dict.fromkeys(map(int, self.stop_token_ids or ())))
-        self.bad_words = list(dict.fromkeys(self.bad_words or ()))
+        lists = {"stop": self.stop_strings, "stop_token_ids": map(int, self.stop_token_ids or ())}
+        for name, values in {**lists, "bad_words": self.bad_words or ()}.items():
+            msgspec.structs.force_setattr(self, name, list(dict.fromkeys(values)))
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
@@ -490,9 +490,10 @@ class SamplingParams(
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def _verify_values(self) -> None:
-        for name, default, check in _CHECKS:
+        for name, default, is_optional, check in _CHECKS:
             value = getattr(self, name)
-            if value is not default and (plain := check(value)) is not value:
+            is_plain = value is default or (value is None and is_optional)
+            if not is_plain and (plain := check(value)) is not value:
                 setattr(self, name, plain)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
@@ -544,7 +545,7 @@ class SamplingParams(
     def to_wire(self, max_tokens: int, child: int = 0, tokenized: Mapping[str, Any] = NOTHING) -> Sampling:
         """The message for output `child` of n. max_tokens: the most that max_model_len leaves room for.
 
-        tokenized: the fields from `token_rules.tokenized_fields`.
+        tokenized: the fields of Sampling that are made of texts with the tokenizer.
         """
         wire: dict[str, Any] = {}
         for name, default, converted in _SENT:
@@ -568,10 +569,14 @@ class SamplingParams(
 
 FIELDS = declared_fields(SamplingParams)
 """Declarations of the fields, by name."""
-_CHECKS: list[tuple[str, Any, Callable[[Any], Any]]] = [
-    *((each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None),
+_CHECKS: list[tuple[str, Any, bool, Callable[[Any], Any]]] = [
     *(
-        (name, default, functools.partial(refuse_unless_neutral, name))
+        (each.name, each.default, each.optional, check)
+        for each in FIELDS.values()
+        if (check := check_of(each)) is not None
+    ),
+    *(
+        (name, default, False, functools.partial(refuse_unless_neutral, name))
         for name, default in zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
         if name in NOT_SUPPORTED
     ),

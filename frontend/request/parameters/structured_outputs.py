@@ -203,6 +203,9 @@ def from_body(body: Any) -> StructuredOutputsParams | None:
     """From the fields of a request's body; None if it sets no constraint. Raises InvalidRequestError, which names the
     body's field."""
     retired = {name: value for name in RETIRED if (value := getattr(body, name)) not in (None, False)}
+    asked = (body.response_format, body.structured_outputs, body.guided_decoding_backend)
+    if not retired and asked == (None, None, None):
+        return None
     asked_by = {RETIRED[name]: name for name in retired} | {"backend": "guided_decoding_backend"}
     if body.response_format is not None:
         asked_by |= dict.fromkeys(("json", "structural_tag"), "response_format")

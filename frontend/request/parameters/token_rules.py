@@ -81,7 +81,8 @@ def _verify_bias(logit_bias: Any) -> None:
 
 def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     """Raises InvalidRequestError for token ids outside the vocabulary, and for more log-probabilities than allowed."""
-    check_num_logprobs(params, vocab_size, max_logprobs)
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        check_num_logprobs(params, vocab_size, max_logprobs)
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (), default=0)
         if highest >= vocab_size:
@@ -145,17 +146,8 @@ def verify_texts(name: str, texts: Any) -> None:
         raise bad(name, texts, f"may have at most {MOST_BREAKERS} strings")
 
 
-def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    """The fields of Sampling that are token ids made from texts. Raises InvalidRequestError."""
-    fields: dict[str, Any] = {}
-    if params.bad_words:
-        fields["bad_words"] = _bad_words(params, tokenizer, vocab_size)
-    if params.dry_multiplier > 0:
-        fields["dry_breaker_token_ids"] = _breakers(params.dry_sequence_breakers, tokenizer)
-    return fields
-
-
-def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
+def bad_words_of(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
+    """The token sequences that the parameters' bad_words forbid. Raises InvalidRequestError."""
     if tokenizer is not None:
         return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
     if (runs := params.bad_words_token_ids) is None:
@@ -166,7 +158,7 @@ def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: 
     return tuple(map(tuple, runs))
 
 
-def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def breakers_of(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The last token of each text when it follows a letter, as DRY's author does it: the tokeniser then adds no space
     before the text. Raises InvalidRequestError."""
     if tokenizer is None:
