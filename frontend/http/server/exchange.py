@@ -25,7 +25,7 @@ import msgspec
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.connection import DISCARD_S, EXTENSION, Arrival
-from headrace.frontend.http.server.errors import ApiError
+from headrace.frontend.http.server.errors import ApiError, UnknownModelError
 from headrace.frontend.text.template_renderer import without_blocking
 from headrace.frontend.tracing.tracer import tokenizing
 from headrace.ipc.failure import HeadraceError
@@ -267,7 +267,11 @@ class Exchange:
         try:
             with tokenizing():
                 only.append(await self._json_body())
-                return await self._finder.twice(lambda: self._bodies.run(only[0], make))
+                try:
+                    return await self._bodies.run(only[0], make)
+                except UnknownModelError as error:
+                    await self._finder.find(error)
+                return await self._bodies.run(only[0], make)
         finally:
             only.clear()
             self._bodies.release(self._num_body_bytes, self.tenant)

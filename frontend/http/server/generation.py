@@ -157,7 +157,7 @@ class PreparedRequest(RequestListener):
         self._pool = pool
         waiting = iter(requests)
         while len(self.streams) < count:
-            with pool.together():
+            with pool.together() if requests[0].pool is not None else contextlib.nullcontext():
                 for request in waiting:
                     self._submit(request, pool)
                     if pace.is_due:

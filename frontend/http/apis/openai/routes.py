@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 from collections.abc import Callable
@@ -56,15 +57,15 @@ _SAGEMAKER_ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 
 
 async def completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, lambda body: state.decoder.decode(body, CompletionRequest))
+    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=CompletionRequest))
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatCompletionRequest))
+    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=ChatCompletionRequest))
 
 
 async def chat_batch(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatBatchRequest))
+    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=ChatBatchRequest))
 
 
 async def invocations(state: ServerState, exchange: Exchange) -> None:
