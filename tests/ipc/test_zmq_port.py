@@ -214,19 +214,46 @@ def test_a_client_that_has_read_is_not_dismissed_because_that_is_reported_late(m
         port.port.close()
 
 
-def test_a_message_of_very_many_frames_is_refused_and_the_loop_sends_meanwhile(port: Port) -> None:
+class TurnsTaken:
+    """A lock after whose release the port's thread waits until the loop has sent something."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self._loop = lock, threading.get_ident()
+        self.sent, self.has_ended = threading.Semaphore(0), False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if threading.get_ident() != self._loop and not self.has_ended:
+            self.sent.acquire(timeout=1)
+
+
+def test_a_message_of_very_many_frames_is_refused_and_the_loop_sends_meanwhile(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noting(sock: zmq.Socket[bytes]) -> bool:
+        sent_before.append(sent)
+        return sockets.drop_frames(sock)
+
+    sent_before = list[int]()
+    monkeypatch.setattr(zmq_port, "drop_frames", noting)
     with WireClient(port.port.address) as victim, WireClient(port.port.address) as client:
         port.wait_for(1, 2)
         client.socket.setsockopt(zmq.SNDHWM, 0)
-        for _ in range(100_000):
+        for _ in range(10_000):
             client.socket.send(b"x", zmq.SNDMORE)
         sent = 0
+        port.port._socket_lock = turns = TurnsTaken(port.port._socket_lock)  # type: ignore[assignment]
         client.socket.send(b"x")
         while not client.socket.poll(0):
             port.port.send(1, Load(num_running=1, num_waiting=0))
+            turns.sent.release()
             sent += 1
             victim.receive(Load)
-        assert sent > 3, "the loop has waited for the port's thread"
+        turns.has_ended = True
+        assert sent_before[-1] > sent_before[0] + 3, "the loop has waited for the port's thread"
         assert f"more than {sockets.MOST_FRAMES} frames" in client.receive(Refused).failure.message
         client.add(1, [5, 6])
         assert port.inbox.get(timeout=60)[1].slot == 1  # type: ignore[union-attr]
