@@ -58,6 +58,7 @@ from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.private_files import make_private
 from headrace.ipc.row_inputs import kinds_of
+from headrace.ipc.struct_types import threadsafe
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
@@ -252,7 +253,7 @@ class ModelRank(Rank):
             case CallExtension():
                 return msgspec.structs.replace(answer, payload=self._call_extension(command))
             case CheckSampling():
-                asked = [msgspec.msgpack.decode(each, type=Sampling) for each in command.sampling]
+                asked = [msgspec.msgpack.decode(each, type=threadsafe(Sampling)) for each in command.sampling]
                 refusals = tuple(refusal_of(self._processor_classes, params) for params in asked)
                 return msgspec.structs.replace(answer, refusals=refusals)
             case DoIdleWork():

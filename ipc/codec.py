@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.struct_types import threadsafe
 
 T = TypeVar("T")
 
@@ -117,7 +118,9 @@ class Codec(Generic[T]):
         self._out: list[Frame] = []
         self._in: Sequence[Frame] = ()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union, dec_hook=self._decode_array)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+            threadsafe(union), dec_hook=self._decode_array
+        )
 
     def encode(self, message: Any) -> list[Frame]:
         self._out = [b""]

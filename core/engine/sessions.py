@@ -45,6 +45,7 @@ from headrace.ipc.messages import (
     Welcome,
 )
 from headrace.ipc.ranges import INT64
+from headrace.ipc.struct_types import threadsafe
 
 
 class ClientGone(msgspec.Struct, frozen=True):
@@ -180,8 +181,8 @@ class _BeginningOfPrompts(msgspec.Struct, array_like=True):
     count: int
 
 
-_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
-_BEGINNING_OF_PROMPTS = msgspec.msgpack.Decoder(_BeginningOfPrompts)
+_BEGINNING = msgspec.msgpack.Decoder(threadsafe(_Beginning))
+_BEGINNING_OF_PROMPTS = msgspec.msgpack.Decoder(threadsafe(_BeginningOfPrompts))
 _CALLS = frozenset(kind.__name__ for kind in (FetchTokenizer, GetStats, ResetPrefixCache, Control))
 
 FAR_BEHIND = 64

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
@@ -82,7 +83,7 @@ def adapters_of(options: Options, dtype: str, *, in_device_memory: bool = False)
         max_loras=max_loras,
         slots=options.max_cpu_loras or (max_loras if in_device_memory else max(_SLOTS, max_loras)),
         max_rank=options.max_lora_rank,
-        dtype=msgspec.convert(found, AdapterDtype),
+        dtype=msgspec.convert(found, threadsafe(AdapterDtype)),
         target_modules=options.lora_target_modules,
         in_device_memory=in_device_memory,
     )

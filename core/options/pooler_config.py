@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 RETIRED = ("normalize", "softmax", "activation")
 """vLLM's former names of use_activation."""
@@ -62,7 +63,7 @@ def pooler_config_of(given: Mapping[str, Any]) -> PoolerConfig:
         if values.get(name) is not None:
             raise OptionError(f"pooler_config.{name} {why}")
     try:
-        config = msgspec.convert(values, PoolerConfig)
+        config = msgspec.convert(values, threadsafe(PoolerConfig))
     except msgspec.ValidationError as error:
         known = ", ".join(PoolerConfig.__struct_fields__)
         raise OptionError(f"pooler_config: {error}; known keys are {known}") from None

@@ -36,6 +36,7 @@ from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.process.private_files import make_existing_private
 from headrace.ipc.process.program import FOR_PROGRAMS
+from headrace.ipc.struct_types import threadsafe
 from headrace.ipc.transport.hosts import bare_host
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
@@ -270,8 +271,8 @@ class RayEngine:
         except Exception as error:  # Ray raises many types
             raise EngineStartError(failure=self._lost(error)) from error
         if failure is not None:
-            raise EngineStartError.from_failure(msgspec.msgpack.decode(failure, type=Failure))
-        self.ready = msgspec.msgpack.decode(ready, type=Ready)
+            raise EngineStartError.from_failure(msgspec.msgpack.decode(failure, type=threadsafe(Failure)))
+        self.ready = msgspec.msgpack.decode(ready, type=threadsafe(Ready))
         return self.ready
 
     def on_exit(self, callback: OnExit) -> None:
@@ -318,7 +319,7 @@ class RayEngine:
 
     def _watch(self) -> None:
         try:
-            failure = msgspec.msgpack.decode(self._ray.get(self._actor.ended.remote()), type=Failure)
+            failure = msgspec.msgpack.decode(self._ray.get(self._actor.ended.remote()), type=threadsafe(Failure))
         except Exception as error:  # Ray raises many types
             failure = self._lost(error)
         with self._lock:
@@ -445,7 +446,9 @@ class EngineActor:
         self._folder = use_keys(keys)
         self._failure: Failure | None = None
         self._has_ended = threading.Event()
-        self._child = start_engine(msgspec.msgpack.decode(options, type=Options), f"{own_host()}:*", weights_path)
+        self._child = start_engine(
+            msgspec.msgpack.decode(options, type=threadsafe(Options)), f"{own_host()}:*", weights_path
+        )
         self._child.on_exit(self._end)
 
     def ready(self) -> tuple[bytes | None, bytes | None, int]:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.structured_output.exact_numbers import read_float
+from headrace.ipc.struct_types import threadsafe
 
 _SCHEMA = "json_schema"
 _ANY_TEXT = r"/(.|\n)*/"
@@ -40,7 +41,7 @@ def format_of(tag: Any) -> Any:
     """A tag of either notation as a FORMAT, which is not checked. Raises ValueError."""
     if "format" in tag:
         return tag["format"]
-    older = msgspec.convert(tag, OlderTag)
+    older = msgspec.convert(tag, threadsafe(OlderTag))
     if not older.structures:
         raise ValueError("there are no structures")
     tags = [
@@ -102,7 +103,7 @@ def in_lark(
     GBNF to Lark.
     """
     lark = Lark(schema_of, regex_of, lark_of)
-    start = msgspec.convert({"format": form}, Root).format.written(lark, ())
+    start = msgspec.convert({"format": form}, threadsafe(Root)).format.written(lark, ())
     rules = "\n".join(["%llguidance {}", f"start: {start}", *lark.rules])
     return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": rules}, *lark.grammars]})
 

@@ -38,6 +38,7 @@ import msgspec
 from headrace.executor.parallel.rank_place import DEADLINE_S, PeerError, mark_failed
 from headrace.ipc.failure import PEER_LOST, EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.proc import status_of
+from headrace.ipc.struct_types import threadsafe
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 16
@@ -161,7 +162,7 @@ def _join(name: str, join: Join, hub: Hub | None, end_s: float) -> LockStep:
         data, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
         if not data:
             raise EOFError("rank 0 ended before all came")
-        joined = msgspec.msgpack.decode(data, type=Joined)
+        joined = msgspec.msgpack.decode(data, type=threadsafe(Joined))
         if joined.refusal:
             raise OptionError(joined.refusal)
         connection.settimeout(None)
@@ -368,7 +369,7 @@ class LockStep:
                 data = self._connection.recv(MOST_BYTES)
             except OSError:
                 data = b""
-            message = msgspec.msgpack.decode(data, type=FromHub) if data else Lost(0)
+            message = msgspec.msgpack.decode(data, type=threadsafe(FromHub)) if data else Lost(0)
             if isinstance(message, Lost):
                 self._lose(message.rank)
                 return
@@ -484,7 +485,7 @@ class Hub:
             return
         try:
             data = connection.recv(MOST_BYTES)
-            message = msgspec.msgpack.decode(data, type=ToHub) if data else None
+            message = msgspec.msgpack.decode(data, type=threadsafe(ToHub)) if data else None
         except (OSError, msgspec.MsgspecError):
             message = None
         rank = self._ranks.get(connection, -1)

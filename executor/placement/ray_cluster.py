@@ -17,6 +17,7 @@ from headrace.core.process.ray_engines import join_ray, load_ray, passed_on
 from headrace.executor.placement.cluster_proof import KEY_VARIABLE
 from headrace.executor.placement.multinode import MultiNodeExecutor
 from headrace.ipc.failure import EngineStartError, OptionError
+from headrace.ipc.struct_types import threadsafe
 
 STRATEGY = "PACK"
 """Places ranks on as few hosts as have room for them."""
@@ -100,7 +101,7 @@ class RankActor:
         from headrace.ipc.failure import HeadraceError
 
         with contextlib.suppress(HeadraceError):
-            run_node(msgspec.msgpack.decode(options, type=Options))
+            run_node(msgspec.msgpack.decode(options, type=threadsafe(Options)))
 
 
 def _environment(key: str) -> dict[str, str]:

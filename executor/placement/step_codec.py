@@ -22,6 +22,7 @@ import numpy as np
 from headrace.ipc.codec import CodecError, Tensor
 from headrace.ipc.plugins import load_plugin, step_feature_entries
 from headrace.ipc.step import KINDS, LazyArray, StepPlan, StepResult, attachments_type
+from headrace.ipc.struct_types import threadsafe
 
 T = TypeVar("T", StepPlan, StepResult)
 _DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "int32", "int64", "uint64", "float32"))}
@@ -46,7 +47,7 @@ class StepCodec(Generic[T]):
             load_plugin(entry)
         hints = {**self._hints, "attachments": attachments_type()}
         rest_type: Any = tuple[tuple(hints[name] for name in self._others)]  # type: ignore[misc]
-        return msgspec.msgpack.Decoder(rest_type, dec_hook=_decode_array)
+        return msgspec.msgpack.Decoder(threadsafe(rest_type), dec_hook=_decode_array)
 
     def encode(self, message: T) -> bytes:
         arrays = [getattr(message, name) for name in self._arrays]

@@ -62,6 +62,7 @@ from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.resources import give_back_freed_memory, release_unchanged_files, what_limits
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.struct_types import threadsafe
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.wait import Deadline, WaitTimeoutError
@@ -233,7 +234,7 @@ class Worker:
                     self._await_result(rank)
                     collect()
                     under_way -= 1
-                self._carry_out(rank, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+                self._carry_out(rank, msgspec.msgpack.decode(message[1], type=threadsafe(WorkerCommand)))
             elif message[0] == COUNTS:
                 self.phase = "step"
                 counts = msgspec.msgpack.decode(message[1], type=tuple[int, ...])

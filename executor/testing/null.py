@@ -39,6 +39,7 @@ from headrace.ipc.step import (
     StepResult,
     TokenMasks,
 )
+from headrace.ipc.struct_types import threadsafe
 
 INPUT_WIDTH = 64
 """The width of row inputs that are read here."""
@@ -85,7 +86,7 @@ class NullExecutor(Executor):
         """Raises OptionError for hf_overrides that are no fields of NullModel (not read when `model` is given)."""
         if model is None:
             try:
-                model = msgspec.convert(options.hf_overrides, NullModel)
+                model = msgspec.convert(options.hf_overrides, threadsafe(NullModel))
             except msgspec.ValidationError as error:
                 raise OptionError(
                     f"hf_overrides of the null executor: {error}; known: {', '.join(NullModel.__struct_fields__)}"
@@ -181,7 +182,7 @@ class NullExecutor(Executor):
         try:
             config = (Path(path) / "adapter_config.json").read_bytes()
             content = (Path(path) / "adapter_model.safetensors").read_bytes()
-            found = msgspec.json.decode(config, type=_AdapterConfig)
+            found = msgspec.json.decode(config, type=threadsafe(_AdapterConfig))
         except (OSError, msgspec.DecodeError) as error:
             kind = MissingAdapterError if isinstance(error, FileNotFoundError) else ModelError
             raise kind(f"{path}: {error}") from error

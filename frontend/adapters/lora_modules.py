@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 
 class LoRAModulePath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +43,7 @@ def _modules_in(text: str) -> Sequence[LoRAModulePath]:
             raise _bad(text, f"it must be {FORM}")
         return [LoRAModulePath(name.strip(), os.path.expanduser(path.strip()))]
     try:
-        several = msgspec.json.decode(text, type=LoRAModulePath | list[LoRAModulePath])
+        several = msgspec.json.decode(text, type=threadsafe(LoRAModulePath | list[LoRAModulePath]))
     except msgspec.MsgspecError as error:
         raise _bad(text, f"{error}; it must be {FORM}") from None
     return several if isinstance(several, list) else [several]

@@ -30,6 +30,7 @@ from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.regular_files import open_file
+from headrace.ipc.struct_types import threadsafe
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
@@ -90,7 +91,7 @@ def decode_line(line: bytes) -> BatchRequest:
         raise bad_field("url", f"url is {request.url!r:.100}; it must be {ANY_ENDPOINT}")
     if not request.custom_id:
         raise bad_field("custom_id", "custom_id is empty; each line needs its own")
-    return msgspec.json.decode(line, type=BatchRequest)
+    return msgspec.json.decode(line, type=threadsafe(BatchRequest))
 
 
 class _Envelope(msgspec.Struct, kw_only=True):
@@ -250,7 +251,7 @@ class Results:
                     break  # an incomplete line: the run before ended while writing it
                 whole_bytes += len(line)
                 try:
-                    result = msgspec.json.decode(line, type=BatchResult)
+                    result = msgspec.json.decode(line, type=threadsafe(BatchResult))
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise OptionError(
                         f"{path}, line {number}, is no batch result ({error}): name another output file"

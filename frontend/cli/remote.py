@@ -18,6 +18,7 @@ from headrace.core.options.option import secret_bytes, secret_text
 from headrace.frontend.cli.conversation import SETTABLE
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
+from headrace.ipc.struct_types import threadsafe
 
 TIMEOUT_S = 600.0
 """Longest silence of a server; Headrace's sends comments while there is no output."""
@@ -89,7 +90,7 @@ class RemoteLLM:
             self._headers["authorization"] = b"Bearer " + secret_bytes(key)
         models = self._ask("GET", "/v1/models")["data"]
         try:
-            self.engine = msgspec.convert(models[0], ModelInfo)
+            self.engine = msgspec.convert(models[0], threadsafe(ModelInfo))
         except (IndexError, msgspec.ValidationError) as error:
             raise HeadraceError(f"the server at {url} does not say which model it serves: {error}") from None
 

@@ -38,6 +38,7 @@ from headrace.ipc.control import (
 )
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Control, EngineStats, FetchTokenizer, GetStats, ResetPrefixCache, Welcome
+from headrace.ipc.struct_types import threadsafe
 
 if TYPE_CHECKING:
     from headrace.frontend.client.background import BackgroundLoop
@@ -115,7 +116,7 @@ def _plain(command: Commands) -> Commands:
     values = {}
     for name, hint in typing.get_type_hints(type(command)).items():
         try:
-            values[name] = msgspec.convert(getattr(command, name), hint)
+            values[name] = msgspec.convert(getattr(command, name), threadsafe(hint))
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"{type(command).__name__}.{name}: {error}") from None
     return type(command)(**values)

@@ -19,6 +19,7 @@ from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 from headrace.ipc.row_inputs import RowInput
+from headrace.ipc.struct_types import threadsafe
 
 
 class TextPrompt(TypedDict, total=False):
@@ -253,7 +254,9 @@ def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
     if not given:
         return DEFAULT_TOKENIZATION
     try:
-        return msgspec.convert({name: value for name, value in given.items() if value is not None}, Tokenization)
+        return msgspec.convert(
+            {name: value for name, value in given.items() if value is not None}, threadsafe(Tokenization)
+        )
     except (msgspec.ValidationError, AttributeError) as error:
         names = ", ".join(Tokenization.__struct_fields__)
         raise InvalidRequestError(f"tokenization_kwargs: {error}; they may have {names}") from None

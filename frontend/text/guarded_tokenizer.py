@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.frontend.text.template_renderer import leave_event_loop, renderer
 from headrace.ipc.failure import InvalidRequestError, QueueFullError
+from headrace.ipc.struct_types import threadsafe
 
 T = TypeVar("T")
 
@@ -159,7 +160,7 @@ class _Described(msgspec.Struct):
 
 def _expressions(tokenizer_json: bytes) -> Iterator[str]:
     """The regular expressions in a tokenizer's file."""
-    described = msgspec.json.decode(tokenizer_json, type=_Described)
+    described = msgspec.json.decode(tokenizer_json, type=threadsafe(_Described))
     todo = [described.normalizer, described.pre_tokenizer, described.decoder]
     while todo:
         part = todo.pop()

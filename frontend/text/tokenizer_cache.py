@@ -18,6 +18,7 @@ from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
 from headrace.ipc.process.trusted_files import read_trusted, trusted_folder
+from headrace.ipc.struct_types import threadsafe
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -28,7 +29,7 @@ def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:
         data = read_trusted(_path(info))
         if hashlib.sha256(data).hexdigest() != info.content_hash:
             return None
-        return msgspec.msgpack.decode(data, type=TokenizerBundle)
+        return msgspec.msgpack.decode(data, type=threadsafe(TokenizerBundle))
     except (OSError, RuntimeError, msgspec.MsgspecError):
         return None
 

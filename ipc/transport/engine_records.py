@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
+from headrace.ipc.struct_types import threadsafe
 from headrace.ipc.transport.hosts import bare_host
 
 _PATTERN = "engine-*.json"
@@ -93,7 +94,7 @@ def sweep_records(directory: Path, kernel: str) -> None:
 def _read(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
     for path in directory.glob(_PATTERN):
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            yield path, msgspec.json.decode(path.read_bytes(), type=EngineRecord)
+            yield path, msgspec.json.decode(path.read_bytes(), type=threadsafe(EngineRecord))
 
 
 def refuses(address: str) -> bool:

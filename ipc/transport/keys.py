@@ -31,6 +31,7 @@ from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.own_secret import make_once
 from headrace.ipc.process.regular_files import read_text
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
+from headrace.ipc.struct_types import threadsafe
 
 if TYPE_CHECKING:
     import zmq
@@ -154,7 +155,7 @@ def read_keys(path: Path) -> Keys:
     """Raises KeyFileError."""
     try:
         mode = path.stat().st_mode
-        keys = msgspec.convert(tomllib.loads(read_text(path)), Keys)
+        keys = msgspec.convert(tomllib.loads(read_text(path)), threadsafe(Keys))
     except OSError as error:
         raise KeyFileError(f"the key file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

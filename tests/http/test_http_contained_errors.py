@@ -46,7 +46,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error", [PanicException("at line 1"), SystemExit(3)], ids=["a panic", "an exit"])
 def test_what_is_no_exception_ends_its_request_alone(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **others: object) -> None:
         raise error
 
     with serving_here() as server, server.client() as client:

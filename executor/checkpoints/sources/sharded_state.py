@@ -28,6 +28,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import HeadraceError, ModelError, OptionError
+from headrace.ipc.struct_types import threadsafe
 from headrace.kernels.registry import choose_reference
 
 FILE_NAME = "model-rank-{rank}-part-0.safetensors"
@@ -69,7 +70,7 @@ class ShardedWeights(WeightSource):
         self._path = folder / FILE_NAME.format(rank=place.rank)
         try:
             (self._file,) = open_files([self._path], strategy)
-            self._header = msgspec.json.decode(self._file.metadata()[HEADER], type=Header)
+            self._header = msgspec.json.decode(self._file.metadata()[HEADER], type=threadsafe(Header))
         except (SafetensorError, OSError, KeyError, msgspec.MsgspecError) as error:
             raise ModelError(
                 f"{self._path} is not what rank {place.rank} of a sharded state should be: {error}",
@@ -189,7 +190,7 @@ def _sizes(world: SavedWorld) -> str:
 def main() -> int:
     """`python -m headrace.executor.checkpoints.sources.sharded_state FOLDER`, with Options as JSON on stdin."""
     try:
-        options = msgspec.json.decode(sys.stdin.buffer.read(), type=Options)
+        options = msgspec.json.decode(sys.stdin.buffer.read(), type=threadsafe(Options))
         for path in save(options, Path(sys.argv[1])):
             print(f"{path} ({path.stat().st_size:,} bytes)")
     except HeadraceError as error:

@@ -17,6 +17,7 @@ from headrace.executor.checkpoints.hub.sources import first_line
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.sources.library_readers import require
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.struct_types import threadsafe
 
 LIBRARY, FILE = "tensorizer", "model.tensors"
 SETTINGS = "model_loader_extra_config"
@@ -129,6 +130,6 @@ def _settings(given: Mapping[str, Any]) -> Settings:
         if asked.pop(name) not in (None, False, {}):
             raise OptionError(f"{SETTINGS}: {name} is refused: {NOT_TAKEN[name]}")
     try:
-        return msgspec.convert(asked, Settings)
+        return msgspec.convert(asked, threadsafe(Settings))
     except msgspec.ValidationError as error:
         raise OptionError(f"{SETTINGS}: {error}; known: {', '.join(Settings.__struct_fields__)}") from None

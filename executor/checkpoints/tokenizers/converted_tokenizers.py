@@ -21,6 +21,7 @@ import msgspec
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.process.trusted_files import UntrustedFileError, read_trusted, trusted_folder, warn_of
+from headrace.ipc.struct_types import threadsafe
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> Tokeni
     key = hashlib.sha256(f"{CONVERSION_VERSION}\n{made_from}".encode()).hexdigest()
     try:
         path = cache_folder() / "converted-tokenizers" / f"{key}.msgpack"
-        return msgspec.msgpack.decode(read_trusted(path), type=TokenizerBundle)
+        return msgspec.msgpack.decode(read_trusted(path), type=threadsafe(TokenizerBundle))
     except UntrustedFileError as error:
         warn_of(str(error), "The tokenizer is converted anew.")
     except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no home folder

@@ -40,6 +40,7 @@ from headrace.executor.checkpoints.tokenizers.tokenizer_keys import check_gguf_k
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.process.regular_files import is_there, read_file
+from headrace.ipc.struct_types import threadsafe
 
 # Files that transformers can convert if there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -118,7 +119,7 @@ class _TokenizerFile(msgspec.Struct):
 def _added_id(tokenizer_json: bytes, text: str) -> int | None:
     """The id of an added token; None if it is no such token, or the tokenizer cannot be decoded."""
     try:
-        added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+        added = msgspec.json.decode(tokenizer_json, type=threadsafe(_TokenizerFile)).added_tokens
     except (msgspec.MsgspecError, RecursionError):
         return None
     return next((token.id for token in added if token.content == text), None)

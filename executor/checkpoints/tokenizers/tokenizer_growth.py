@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.ipc.failure import ModelError
+from headrace.ipc.struct_types import threadsafe
 
 MOST_GROWTH = 64
 """How many characters a normalizer, or a decoder, may make of one. 18 is the most that Unicode's own forms make."""
@@ -36,7 +37,7 @@ class _Described(msgspec.Struct):
 
 def check_growth(tokenizer_json: bytes, where: str) -> None:
     """Raises ModelError, which names the part. where: the file or folder that the tokenizer is from."""
-    described = msgspec.json.decode(tokenizer_json, type=_Described)
+    described = msgspec.json.decode(tokenizer_json, type=threadsafe(_Described))
     for name, whole in (("normalizer", described.normalizer), ("decoder", described.decoder)):
         growth = 1
         for part in _parts(whole):

@@ -21,6 +21,7 @@ import msgspec
 
 from headrace.core.options.option import HIDDEN
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT, TLS = "connection refused", "host unreachable", "connect timeout", "TLS"
 DROPPED, GARBAGE, STALLED, TIMEOUT = "connection dropped", "garbage", "stalled", "request timeout"
@@ -439,14 +440,14 @@ class WholeAnswer(Whole):
         if self.status != 200:
             raise ExchangeError(f"HTTP {self.status}", _sentence(self.body[:_MAX_ERROR_BYTES]))
         try:
-            usage = msgspec.json.decode(self.body, type=_Answer).usage
+            usage = msgspec.json.decode(self.body, type=threadsafe(_Answer)).usage
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ExchangeError(GARBAGE, f"no answer of the API ({error}): {_shown(self.body[:_SHOWN])}") from None
         self.num_prompt_tokens = None if usage is None else usage.prompt_tokens
 
 
 def event_decoder() -> msgspec.json.Decoder[_Chunk]:
-    return msgspec.json.Decoder(_Chunk)
+    return msgspec.json.Decoder(threadsafe(_Chunk))
 
 
 def _sentence(body: bytes) -> str:

@@ -20,6 +20,7 @@ import msgspec
 from headrace.core.options.values import nearest, read_options
 from headrace.frontend.bench.options import TrafficOptions, WorkloadOptions
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 _FIRST_ORDINARY_ID = 3
 """Lower ids are special tokens in most vocabularies."""
@@ -204,7 +205,7 @@ class _Mix(msgspec.Struct, forbid_unknown_fields=True):
 def _mixed(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
     path, text = read_file(options)
     try:
-        mix = msgspec.json.decode(text, type=_Mix)
+        mix = msgspec.json.decode(text, type=threadsafe(_Mix))
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise OptionError(
             f'--dataset-path={path}: {error}; a mix is {{"parts": {{NAME: {{"weight": 1, "dataset_name": ...}}}}}}'

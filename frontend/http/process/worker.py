@@ -39,6 +39,7 @@ from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Start, Stop
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
+from headrace.ipc.struct_types import threadsafe
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.wait import Deadline
 
@@ -223,7 +224,7 @@ def main(fd: int) -> int:
         start = channel.receive(Deadline(10.0))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
             raise HeadraceError("the program that started this HTTP process is of another version of Headrace")
-        return _serve(msgspec.convert(start.options, WorkerOptions), channel)
+        return _serve(msgspec.convert(start.options, threadsafe(WorkerOptions)), channel)
     except ChannelClosedError:
         return EXIT_ERROR  # the parent is gone
     except Exception as error:

@@ -21,6 +21,7 @@ import msgspec
 
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.regular_files import read_file
+from headrace.ipc.struct_types import threadsafe
 
 FOLDER = Path(__file__).parent
 Pair = tuple[str, str]
@@ -216,7 +217,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         opener = self.calls.opener if self.calls is not None else self.reasoning.begin if self.reasoning else ""
         spelt = re.compile(re.escape(opener.removesuffix(">")) + r"(:[^\s>]+)>")
         suffix = next((found[1] for each in tokens if (found := spelt.fullmatch(each))), "")
-        return msgspec.convert(_with_suffix(msgspec.to_builtins(written), suffix), OutputFormat)
+        return msgspec.convert(_with_suffix(msgspec.to_builtins(written), suffix), threadsafe(OutputFormat))
 
 
 def _with_suffix(declared: Any, suffix: str) -> Any:
@@ -281,6 +282,6 @@ def format_of_template(
 
 def _read(path: Path) -> OutputFormat:
     try:
-        return msgspec.yaml.decode(read_file(path), type=OutputFormat)
+        return msgspec.yaml.decode(read_file(path), type=threadsafe(OutputFormat))
     except (OSError, msgspec.MsgspecError) as error:
         raise FormatError(f"{path}: not an output format: {error}") from None

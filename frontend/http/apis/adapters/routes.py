@@ -25,6 +25,7 @@ from headrace.frontend.http.server.state import ServerState
 from headrace.ipc.adapters import MOST_NAME
 from headrace.ipc.control import LoadAdapter
 from headrace.ipc.failure import EngineDeadError, HeadraceError
+from headrace.ipc.struct_types import threadsafe
 
 _CHANGES = (400, 403, 404, 413, 415, 500, 503)
 _WHERE = "Folder as peft writes it or GGUF file, on the engines' hosts, or OWNER/REPOSITORY on the hub"
@@ -200,7 +201,7 @@ async def set_scales(state: ServerState, exchange: Exchange) -> None:
 
 def _scales_in(body: bytes) -> list[AdapterScale]:
     try:
-        return msgspec.json.decode(body, type=list[AdapterScale])
+        return msgspec.json.decode(body, type=threadsafe(list[AdapterScale]))
     except msgspec.MsgspecError as error:
         raise bad_field("body", f"the body must be a list of {{id, scale}}: {error}") from None
 

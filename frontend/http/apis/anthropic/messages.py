@@ -41,6 +41,7 @@ from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.tool_results import readable
 from headrace.frontend.request.parameters.structured_outputs import RETIRED
 from headrace.frontend.text.instructions import ROLES as INSTRUCTING
+from headrace.ipc.struct_types import threadsafe
 
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
@@ -350,7 +351,7 @@ def _field(block: dict[str, Any], name: str, where: str) -> str:
 def _defined_tool(definition: Any, where: str) -> tuple[str, dict[str, Any]]:
     """The name and the tool of a definition within the conversation. Raises ApiError."""
     try:
-        tool = msgspec.convert(definition, MessagesTool)
+        tool = msgspec.convert(definition, threadsafe(MessagesTool))
     except msgspec.ValidationError as error:
         raise bad_field(where, f"{where}: {error}") from None
     return tool.name, _tool_of(tool, where)

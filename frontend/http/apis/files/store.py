@@ -24,6 +24,7 @@ from headrace.frontend.http.server.shared_database import NEVER_S, SharedDatabas
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.process.private_files import make_existing_private, private_opener, warn_of_open_folder
+from headrace.ipc.struct_types import threadsafe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -206,7 +207,7 @@ class FileStore:
             self._forget_expired()
             wanted = "select object from files where tenant = ? and id = ?"
             row = self._database.execute(wanted, (tenant, id)).fetchone()
-            return None if row is None else msgspec.json.decode(row[0], type=FileObject)
+            return None if row is None else msgspec.json.decode(row[0], type=threadsafe(FileObject))
 
         return await self.run(find)
 
@@ -216,7 +217,7 @@ class FileStore:
         def find() -> list[FileObject]:
             self._forget_expired()
             rows = self._database.execute("select object from files where tenant = ? order by made, id", (tenant,))
-            return [msgspec.json.decode(row[0], type=FileObject) for row in rows]
+            return [msgspec.json.decode(row[0], type=threadsafe(FileObject)) for row in rows]
 
         return await self.run(find)
 
@@ -356,12 +357,12 @@ class FileStore:
     def _find_batch(self, tenant: str, id: str) -> BatchObject | None:
         wanted = "select object from batches where tenant = ? and id = ?"
         row = self._database.execute(wanted, (tenant, id)).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=BatchObject)
+        return None if row is None else msgspec.json.decode(row[0], type=threadsafe(BatchObject))
 
     def results(self, tenant: str, name: str) -> FileObject | None:
         """A result file of a batch, by its name; None if there is none. Runs in the store's thread."""
         rows = self._database.execute("select object from files where tenant = ?", (tenant,)).fetchall()
-        found = (msgspec.json.decode(each, type=FileObject) for (each,) in rows)
+        found = (msgspec.json.decode(each, type=threadsafe(FileObject)) for (each,) in rows)
         return next((file for file in found if (file.filename, file.purpose) == (name, RESULTS)), None)
 
     def _write_batch(self, tenant: str, batch: BatchObject) -> None:

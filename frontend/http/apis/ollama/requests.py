@@ -21,6 +21,7 @@ from headrace.frontend.http.apis.openai.requests import (
 from headrace.frontend.http.server.decoding.decoder import invalid_body
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import bad_field, renamed
+from headrace.ipc.struct_types import threadsafe
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -230,7 +231,7 @@ def as_completion(request: OllamaGenerateRequest, engine: Engine) -> CompletionR
 def _converted(fields: dict[str, Any], kind: type[T], own_names: Mapping[str, str]) -> T:
     with renamed(own_names):
         try:
-            return msgspec.convert(fields, kind)
+            return msgspec.convert(fields, threadsafe(kind))
         except msgspec.ValidationError as error:
             raise invalid_body(str(error), kind) from None
 

@@ -19,6 +19,7 @@ from headrace.frontend.http.apis.responses.items import Item, new_id
 from headrace.frontend.http.server.errors import ApiError, bad_field, without_own_names
 from headrace.frontend.tracing.tracer import calling_tool
 from headrace.ipc.failure import OptionError
+from headrace.ipc.struct_types import threadsafe
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
@@ -185,7 +186,7 @@ _Given = TypeVar("_Given", ToolFilter, ApprovalFilter)
 
 def _convert(given: Any, kind: type[_Given], where: str, other: str) -> _Given:
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(given, threadsafe(kind))
     except msgspec.ValidationError as error:
         why = f"{where} must be {other}an object with tool_names or read_only: {error}"
         raise bad_field(where, why) from None

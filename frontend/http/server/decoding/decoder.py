@@ -26,6 +26,7 @@ from headrace.frontend.http.server.decoding.foreign_fields import (
 from headrace.frontend.http.server.decoding.large_lists import decode_json
 from headrace.frontend.http.server.errors import LONGEST_PARAM, ApiError, bad_field, renamed, shortened
 from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.struct_types import threadsafe
 
 S = TypeVar("S", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
@@ -87,14 +88,15 @@ class RequestDecoder:
 
     def _convert(self, fields: dict[str, Any], kind: type[S]) -> S:
         try:
-            return msgspec.convert(fields, kind)
+            return msgspec.convert(fields, threadsafe(kind))
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidRequestError):
                 raise ApiError.of(error.__cause__) from None
             found = error
             if not self._strict:
                 try:
-                    return msgspec.convert(fields, kind, strict=False)  # numbers may be strings, as in vLLM's server
+                    # Numbers may be strings, as in vLLM's server.
+                    return msgspec.convert(fields, threadsafe(kind), strict=False)
                 except msgspec.ValidationError as still:  # the field that is wrong even so
                     found = still
             raise invalid_body(str(found), kind) from None
@@ -215,7 +217,7 @@ def decode_query(query: str, kind: type[S]) -> S:
         if name not in kind.__struct_fields__:
             raise _unknown(name, kind.__struct_fields__)
     try:
-        return msgspec.convert(fields, kind, strict=False)
+        return msgspec.convert(fields, threadsafe(kind), strict=False)
     except msgspec.ValidationError as error:
         raise invalid_body(str(error), kind) from None
 
