@@ -1,24 +1,20 @@
 """GPT-Neo: layer norms, learned positions, scores without a scale, every other layer with a sliding window."""
 
-from headrace.executor.models.arch import ArchSpec, WeightNames
-from headrace.executor.models.families import Config, Family
+from dataclasses import replace
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family, gpt2
 from headrace.executor.models.families._config import Positions, integer, layer_norm, llama_like, plain
 from headrace.ipc.failure import ModelError
 
-NAMES = WeightNames(
-    prefixes=("transformer.", ""),
-    layers="h",
-    embedding="wte",
-    positions="wpe",
-    final_norm="ln_f",
+NAMES = replace(
+    gpt2.NAMES,
     query="attn.attention.q_proj",
     key="attn.attention.k_proj",
     value="attn.attention.v_proj",
     output="attn.attention.out_proj",
     up="mlp.c_fc",
     down="mlp.c_proj",
-    attention_norm="ln_1",
-    mlp_norm="ln_2",
     ignorable=(r"\.attn\.attention\.(bias|masked_bias)$",),
 )
 
