@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.kernels.reference.states import ConvolveParams, LayerState, StateBatch
 from headrace.kernels.triton.common import rounded, sequence_of_tile
 from headrace.kernels.triton.configs import power_of_two
-from headrace.kernels.triton.states import STEP, step_arguments, unit_arguments, unit_at
+from headrace.kernels.triton.states import STEP, end_of_part, step_arguments, unit_arguments, unit_at
 
 TILE_TOKENS = 16
 BLOCK = 128
@@ -211,11 +211,17 @@ def convolve_kernel(
         last = tl.load(snapshot_start + seq + 1)
         # The row's own pages last, after everything has been read that may be in them.
         for snapshot in range(tl.load(snapshot_start + seq), last + 1):
-            end = num_replayed + num_committed
-            into = pages + seq * page_stride
-            if snapshot < last:
-                end = tl.load(snapshot_ends + snapshot * flag_stride)
-                into = snapshot_pages + snapshot * page_stride
+            end, into = end_of_part(
+                snapshot,
+                last,
+                num_replayed + num_committed,
+                snapshot_ends,
+                snapshot_pages,
+                flag_stride,
+                pages,
+                page_stride,
+                seq,
+            )
             if end >= 0:  # the same in all threads
                 values = inputs_from(
                     end,

@@ -17,6 +17,7 @@ from headrace.kernels.triton.common import rounded
 from headrace.kernels.triton.configs import power_of_two
 from headrace.kernels.triton.states import (
     STEP,
+    end_of_part,
     input_at,
     keep_drafts,
     number_at,
@@ -141,15 +142,14 @@ def scan_kernel(
         held = tl.load(source + elements, mask=whole, other=0.0).to(tl.float32)
     passed = num_replayed * 0
     last = tl.load(snapshot_start + seq + 1)
+    own_end = num_replayed + num_committed
     # To the end of each snapshot, then to that of the row's own state, then through the drafts.
     for part in range(tl.load(snapshot_start + seq), last + 2):
-        end = num_replayed + count
-        into = pages + seq * page_stride
-        if part < last:
-            end = tl.load(snapshot_ends + part * flag_stride)
-            into = snapshot_pages + part * page_stride
-        if part == last:
-            end = num_replayed + num_committed
+        end, into = end_of_part(
+            part, last, own_end, snapshot_ends, snapshot_pages, flag_stride, pages, page_stride, seq
+        )
+        if part > last:
+            end = num_replayed + count
         for index in range(passed, end):
             x = input_at(
                 index, num_replayed, own_mixed + x_at, mixed_stride, drafts + x_at, draft_stride, dims, HEAD_DIM

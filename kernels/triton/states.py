@@ -52,6 +52,18 @@ def unit_at(memory, unit_pages, unit_offsets, page_elements, pages, unit):
     return memory + number * page_elements + tl.load(unit_offsets + unit)
 
 
+@triton.jit
+def end_of_part(part, last, own_end, snapshot_ends, snapshot_pages, flag_stride, pages, page_stride, seq):
+    """Where a part of a sequence's step ends, and the pages that keep the state of there: of a snapshot, and from
+    `last` on the sequence's own, at `own_end`."""
+    end = own_end
+    into = pages + seq * page_stride
+    if part < last:
+        end = tl.load(snapshot_ends + part * flag_stride)
+        into = snapshot_pages + part * page_stride
+    return end, into
+
+
 def keep_drafts(x: Tensor, first_element: int, batch: StateBatch, drafted: Tensor) -> None:
     """Keeps x [num_tokens, columns] of the step's drafts in drafted [rows, drafts, elements], from this element on,
     once what the step before kept there has been read."""
