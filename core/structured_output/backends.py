@@ -1,5 +1,6 @@
-"""Chooses the library for a request's grammar. No library is loaded in the engine: a trial tries the grammar, and then
-another process follows it (process.py), which the first request that needs it, or `prepare`, starts."""
+"""Chooses the library for a request's grammar. No library is loaded in the engine: a trial tries the grammar unless it
+is plain, and then another process follows it (process.py), which the first request that needs it, or `prepare`, starts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import allow, for_forms, split
-from headrace.core.structured_output.trial import OTHER, PLAIN, Trial
+from headrace.core.structured_output.trial import OTHER, PLAIN, QUICK_BYTES, Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -105,8 +106,14 @@ class Backends:
         return BACKENDS[backend]
 
     def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
-        held = self._memory.hold(self._trial.check(name, wanted, PLAIN if is_plain(wanted) else OTHER))
+        lane, matcher = OTHER, None
+        if is_plain(wanted):
+            lane = PLAIN
+            matcher = self._follower.compile_untried(name, wanted, self._memory.hold(QUICK_BYTES))
+        if matcher is None:
+            held = self._memory.hold(self._trial.check(name, wanted, lane))
+            matcher = self._follower.compile(name, wanted, held)
         if name not in self._used:
             self._used.add(name)
             logger.info("structured outputs use the backend %s", name)
-        return self._follower.compile(name, wanted, held)
+        return matcher

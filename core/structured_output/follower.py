@@ -45,9 +45,14 @@ from headrace.ipc.wait import WaitTimeoutError
 
 MOST_WAIT_S = 60.0
 """Longest wait for an answer, even on a busy machine: the process itself has a limit of processor time."""
-_LOOK_S = 1e-3
+_LOOK_S, _ASK_S = 2e-4, 2e-2
+"""How often a compilation is looked for in the shared memory, which costs the process nothing, and how often the
+process is asked, which ends there what has no end."""
 _MOST_DEATHS = 8
 """How often one message is sent again."""
+_DOUBT_S = 60.0
+"""How long each form is tried after one without a trial has ended the process: all matchers are opened again then, so
+it may happen rarely."""
 _NOT_KNOWN = 1
 """The status of a process that ended between two messages and took the whole program with it."""
 _NOT_COMPILED = "the grammar cannot be compiled: its compiler ended twice, or has no end"
@@ -180,6 +185,8 @@ class Follower:
         self._one_by_one = False
         self._num_ends: collections.Counter[int] = collections.Counter()
         """By form: how often the process ended while it compiled it."""
+        self._trusts_at_s = 0.0
+        """When plain forms come without a trial again."""
         self._suspects = threading.Lock()
         """Held while such a form is compiled again: without another one, so that the next end tells which it was."""
 
@@ -208,6 +215,24 @@ class Follower:
                 raise InvalidRequestError(f"SamplingParams.structured_outputs: {_NOT_COMPILED}")
         raise HeadraceError(_LOST)
 
+    def compile_untried(self, backend: str, wanted: StructuredOutput, held: Held) -> FollowedMatcher | None:
+        """As `compile`, for a plain form without a trial. None if it needs one."""
+        if time.monotonic() < self._trusts_at_s:
+            return None
+        form = Form(next(self.numbers), backend, wanted, is_tried=False)
+        for _ in range(_MOST_DEATHS):
+            prepared, life = self._prepared(form)
+            if prepared is not None:
+                break
+            if self._num_ends.pop(form.number, 0):  # of this form, or another one that was compiled beside it
+                self._trusts_at_s = time.monotonic() + _DOUBT_S
+                break
+        if prepared is None or prepared.is_for_trial:
+            return None
+        if prepared.state is None:
+            raise InvalidRequestError(prepared.problem)
+        return FollowedMatcher(_Prepared(self, Form(form.number, backend, wanted), prepared.state, held, life))
+
     def _prepared(self, form: Form) -> tuple[Prepared | None, int]:
         """Has the form compiled, by the process of the life that is returned. None if it ended meanwhile."""
         life = -1
@@ -222,9 +247,11 @@ class Follower:
                 if not isinstance(answer, Prepared):
                     self._note_end(answer, ())
                     return None, life
-            if answer.state is not None or answer.problem:
+            if answer.state is not None or answer.problem or answer.is_for_trial:
                 return answer, life
-            time.sleep(_LOOK_S)
+            asks_at_s = time.monotonic() + _ASK_S
+            while form.number in self._header()[1:] and time.monotonic() < asks_at_s:
+                time.sleep(_LOOK_S)
 
     def advance(self, passed: Sequence[tuple[FollowedMatcher, list[int]]]) -> None:
         """Passes tokens on that the matchers are to accept next, in one message."""
@@ -376,7 +403,7 @@ class Follower:
 
     def _note_end(self, answer: WorkerEnded | Restarted | None, going: Sequence[FollowedMatcher]) -> None:
         """Another process takes over. Stops the matcher that the former one was ended by, if that is known."""
-        current, _ = shared_arrays(self._memory, 0, self._num_words)
+        current = self._header()
         worked_on, *compiled = current.tolist()
         current[:] = 0
         self.life += 1
@@ -394,6 +421,10 @@ class Follower:
                 each.stop(_why(status))
                 return
         self._one_by_one = True
+
+    def _header(self) -> np.ndarray:
+        """As in `shared_arrays`."""
+        return shared_arrays(self._memory, 0, self._num_words)[0]
 
     def _grow(self, num_masks: int) -> None:
         if len(self._memory) < (size := shared_bytes(num_masks, self._num_words)):

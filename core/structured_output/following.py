@@ -2,8 +2,9 @@
 
 No library that reads a client's grammar runs in the engine. Forms whose trial was passed (trial.py) are compiled here,
 by one process for all requests, and followed here token by token; masks are written to memory that the engine shares.
-It may be killed by what it follows, as a trial is: follower.py then opens all matchers again in its successor, but for
-the one that it worked on.
+Plain forms (plain.py) come without a trial, as it would take most of the time that they wait, and are followed here for
+some tokens instead. The process may be killed by what it follows, as a trial is: follower.py then opens all matchers
+again in its successor, but for the one that it worked on.
 
     engine                                 process of the lane FOLLOWING
     Prepare(form)           ------------>    compiles on a thread beside the steps
@@ -29,6 +30,9 @@ import numpy as np
 
 from headrace.core.structured_output.backend import Backend, FormMatcher
 from headrace.core.structured_output.held_memory import MOST_BYTES
+from headrace.core.structured_output.trial import MOST_COMPUTING_S as MOST_TRYING_S
+from headrace.core.structured_output.trial import problem_of
+from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.background import give_way
 from headrace.ipc.process.helper import limit_memory
@@ -37,9 +41,11 @@ HEADER_BYTES = 64
 """Of the shared memory, in front of the masks: int64, the number of the matcher that the process follows (0: none, or
 several at once), and behind it those of the forms that it compiles (0: none)."""
 PREPARING_S = 1e-3
-"""How long an answer to `Prepare` waits for the compilation."""
+"""How long an answer to `Prepare` waits for the end of a compilation that is asked for again."""
 MOST_COMPUTING_S, MOST_MASK_S = 3.0, 0.5
 """CPU time limit for one compilation or message, and in addition for each mask: what takes longer has no end."""
+MOST_UNTRIED_S = 0.1
+"""CPU time of a form without a trial: what takes longer has one, which measures the memory that it takes."""
 MOST_AGAIN_S = 2e-3
 """CPU time limit, in addition, for each token that a matcher has to accept again in a new process."""
 MOST_CACHE_BYTES = 512 << 20
@@ -54,6 +60,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     number: int
     backend: str
     wanted: StructuredOutput
+    is_tried: bool = True
+    """False: it is plain (plain.py), and is followed here for some tokens as a trial would."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +97,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """At the start of the form; None: it is still compiled."""
     problem: str = ""
     """Why it cannot be compiled."""
+    is_for_trial: bool = False
+    """A form that was not tried is not as cheap as expected, or the library failed."""
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
@@ -135,13 +145,15 @@ class _Job:
         self.ended = threading.Event()
         self.matcher: FormMatcher | None = None
         self.problem = ""
+        self.is_for_trial = False
         self.clock: int | None = None
         """That of its thread's CPU time, once it runs."""
 
-    def check_computing(self) -> None:
-        """Ends the process if the compilation has taken so long that it has no end: its trial took less."""
+    def check_computing(self, form: Form) -> None:
+        """Ends the process if the compilation has taken so long that it has no end: its trial takes less."""
+        most_s = MOST_COMPUTING_S if form.is_tried else MOST_TRYING_S
         with contextlib.suppress(OSError):  # the thread has just ended
-            if self.clock is not None and time.clock_gettime(self.clock) > MOST_COMPUTING_S:
+            if self.clock is not None and time.clock_gettime(self.clock) > most_s:
                 os.kill(os.getpid(), signal.SIGPROF)
 
 
@@ -169,7 +181,8 @@ class Following:
 
     def __init__(self, backend_of: Callable[[str], Backend], masks_fd: int, vocab_size: int) -> None:
         """backend_of: loads a library, once. masks_fd: the memory that the engine shares."""
-        self._backend_of, self._fd, self._num_words = backend_of, masks_fd, -(-vocab_size // 32)
+        self._backend_of, self._fd = backend_of, masks_fd
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
         self._jobs: dict[int, _Job] = {}
         self._matchers: dict[int, Any] = {}
         self._memory: mmap.mmap | None = None
@@ -209,18 +222,18 @@ class Following:
 
     def _prepare(self, form: Form) -> Prepared:
         job = self._jobs.get(form.number)
-        if job is None:
+        if is_new := job is None:
             job = self._jobs[form.number] = _Job()
             compiled = self._masks(0)[0][1:]
             slot = int(np.flatnonzero(compiled == 0)[0])
             compiled[slot] = form.number  # here: two threads might take the same
             threading.Thread(target=self._compile, args=(job, form, compiled[slot : slot + 1]), daemon=True).start()
-        if not job.ended.wait(PREPARING_S):
-            job.check_computing()
+        if not job.ended.wait(0 if is_new else PREPARING_S):
+            job.check_computing(form)
             return Prepared()
         if job.matcher is None:
             del self._jobs[form.number]
-            return Prepared(problem=job.problem)
+            return Prepared(problem=job.problem, is_for_trial=job.is_for_trial)
         return Prepared(_state(job.matcher, is_allowed=True))
 
     def _compile(self, job: _Job, form: Form, named: np.ndarray) -> None:
@@ -238,9 +251,15 @@ class Following:
                 if form.backend not in self._loaded:
                     self._loaded.add(form.backend)
                     self._limit()  # without the library itself
-            job.matcher = backend.compile(form.wanted)
+            began_s, matcher = time.thread_time(), backend.compile(form.wanted)
+            if not form.is_tried:
+                job.problem = problem_of(backend, matcher.copy(), self._vocab_size)
+                job.is_for_trial = time.thread_time() - began_s > MOST_UNTRIED_S
+            if not (job.problem or job.is_for_trial):
+                job.matcher = matcher
         except BaseException as error:  # a library's panic too: the request is to be told
             job.problem = str(error) or type(error).__name__
+            job.is_for_trial = not (form.is_tried or isinstance(error, HeadraceError))
 
     # --- following ------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class LLGuidanceBackend:
                 masks[index] = position.mask
             else:
                 plain.append((position, index))
-        self._is_slow = False
+        self._is_slow = self._is_slow and len(positions) == 1  # which may be another thread's, of a form that is tried
         if len(plain) <= MASKS_ON_ONE_THREAD:
             for position, index in plain:
                 position.fill(index, (), masks)

@@ -3,10 +3,10 @@
 A schema whose references form a long chain overflows a library's stack, which would end the engine; another of a
 hundred bytes computes for minutes, or takes gigabytes. Such a grammar ends only the process that tries it, for which
 the kernel limits CPU time and memory. No grammar is followed for requests (following.py) that was not compiled and
-followed here.
+followed here, unless it is plain (`plain.py`), and no plain one has lately ended the process that follows them.
 
-Each of two processes (process.py) serves one lane: forms known to be cheap (`plain.py`) have a lane of their own, in
-which no other form delays them.
+Each of two processes (process.py) serves one lane: plain forms have a lane of their own, in which no other form delays
+them.
 
     core                                  a process per lane
     Trial.check -- Candidate -->            compiles, and follows some tokens
@@ -143,8 +143,7 @@ class Trying:
             signal.setitimer(signal.ITIMER_REAL, candidate.most_s)
             backend, began_s = made[candidate.backend], time.thread_time()
             matcher = backend.compile(candidate.wanted)
-            problem = _walk(backend, matcher, self._vocab_size)
-            problem = problem and f"SamplingParams.structured_outputs: {problem}"
+            problem = problem_of(backend, matcher, self._vocab_size)
             if len(candidate.wanted.text) > MEASURED_CHARACTERS or time.thread_time() - began_s > MEASURED_S:
                 num_bytes = max(QUICK_BYTES, allocated_bytes() - self._allocated)
                 del matcher
@@ -167,8 +166,13 @@ def stack_bytes() -> int:
     return MOST_STACK_BYTES if limit == resource.RLIM_INFINITY else min(MOST_STACK_BYTES, limit // 2)
 
 
+def problem_of(backend: Backend, matcher: FormMatcher, vocab_size: int) -> str:
+    """Accepts some random tokens. Returns why the form cannot be used, or ""."""
+    problem = _walk(backend, matcher, vocab_size)
+    return problem and f"SamplingParams.structured_outputs: {problem}"
+
+
 def _walk(backend: Backend, matcher: FormMatcher, vocab_size: int) -> str:
-    """Accepts some random tokens. Returns why the matcher cannot be used, or ""."""
     chance = random.Random(0)
     mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
     for _ in range(WALK_TOKENS):

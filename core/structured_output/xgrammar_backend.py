@@ -174,8 +174,7 @@ class TokenTexts:
         self._token_ids = {
             text: token_id for token_id, text in reversed(list(enumerate(texts))) if text and token_id not in special
         }
-        self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
-        self.ends = np.zeros_like(self._mask[0])
+        self.ends = np.zeros(-(-vocab_size // 32), np.int32)
         for token_id in map(int, info.stop_token_ids()):
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._beginnings = {n: text[-1:] for n, text in enumerate(texts) if text.endswith(BEGINNINGS)}
@@ -191,7 +190,7 @@ class TokenTexts:
             for token_id, text in enumerate(texts)
             if NOT_UTF_8.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
         )
-        others = np.full_like(self._mask[0], -1)
+        others = np.full_like(self.ends, -1)
         for token_id in found:
             others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         return Forbidden(found, others)
@@ -214,9 +213,10 @@ class TokenTexts:
         return found
 
     def has_only_ends(self, matcher: Any) -> bool:
-        """Whether only an end-of-sequence token may come next. Only for the loop's thread, since it uses one buffer."""
-        matcher.fill_next_token_bitmask(self._mask, 0, False)
-        return not np.any(self._mask[0] & ~self.ends)
+        """Whether only an end-of-sequence token may come next."""
+        mask = np.empty((1, len(self.ends)), np.int32)
+        matcher.fill_next_token_bitmask(mask, 0, False)
+        return not np.any(mask[0] & ~self.ends)
 
 
 class XGrammarBackend:
@@ -262,7 +262,7 @@ class XGrammarBackend:
             elif not drafts:
                 plain.append((position, index))
         if self._is_slow or len(plain) <= MASKS_ON_ONE_THREAD or not self._fill_in_parallel(plain, masks):
-            self._is_slow = False
+            self._is_slow = self._is_slow and len(positions) == 1  # which may be another thread's, of one that is tried
             for position, index in plain:
                 with position.step():
                     position.matcher.fill_next_token_bitmask(masks, index, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from test_plain_forms import helpers_of
 from test_structured_outputs import ENGINE, PERSON, ask, form
 
 from headrace import LLM
+from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.trial import Trial
@@ -82,8 +85,13 @@ def mask_here(pattern: str, backend: str, token_ids: Sequence[int]) -> np.ndarra
 def following_process(follower: Follower) -> psutil.Process:
     """That of the last lane, which is the youngest: the others are not ended here."""
     helper = psutil.Process(follower.helper.pid)
-    wait_until(lambda: sum(not has_ended(each) for each in helper.children()) == 3, 30, "a process for each lane")
-    return max(helper.children(), key=lambda each: (each.create_time(), each.pid))
+
+    def lanes() -> list[psutil.Process]:
+        return [each for each in helper.children() if not has_ended(each)]
+
+    # One that is killed while it finishes an answer takes the helper with it, which its next user finds out.
+    wait_until(lambda: has_ended(helper) or len(lanes()) == 3, 30, "a process for each lane")
+    return max(lanes() or [helper], key=lambda each: (each.create_time(), each.pid))
 
 
 def advance(follower: Follower, passed: Sequence[tuple[FollowedMatcher, int]]) -> list[bool]:
@@ -264,6 +272,60 @@ def test_a_compilation_without_an_end_is_given_up_and_disturbs_no_other(own_foll
     with pytest.raises(InvalidRequestError, match="has no end"):
         matcher_of(own_follower, COMPUTING + FORM)
     assert advance(own_follower, [(other, tokens_of("a")[0])]) == [True]
+
+
+def choices(*texts: str) -> StructuredOutput:
+    """A plain form, as `DEADLY` and its like are in a text here."""
+    return StructuredOutput(kind="choice", text=json.dumps(texts))
+
+
+def untried(follower: Follower, wanted: StructuredOutput) -> FollowedMatcher | None:
+    return follower.compile_untried("llguidance", wanted, HeldMemory().hold(1))
+
+
+def test_a_plain_form_is_followed_without_a_trial(own_follower: Follower) -> None:
+    matcher = untried(own_follower, choices("ab", "cd"))
+    assert matcher is not None
+    (a, b, c) = (tokens_of(each)[0] for each in "abc")
+    following_process(own_follower).kill()
+    assert advance(own_follower, [(matcher, a)]) == [True]
+    assert np.array_equal(masks_of(own_follower, [matcher])[0], mask_here("ab|cd", "llguidance", [a]))
+    assert not matcher.copy().accept(c)
+    assert matcher.accept(b)
+
+
+def test_a_plain_form_that_no_answer_can_have_is_refused_without_a_trial(own_follower: Follower) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "enum": ["b"]}}, "required": ["a"]}
+    wanted = StructuredOutput(kind="json", text=json.dumps(schema))
+    with pytest.raises(InvalidRequestError) as refused:
+        untried(own_follower, wanted)
+    with pytest.raises(InvalidRequestError) as refused_by_trial:
+        Trial(own_follower.helper).check("llguidance", wanted)
+    assert str(refused.value) == str(refused_by_trial.value)
+
+
+@pytest.mark.parametrize("text", [DEADLY_TO_COMPILE, COMPUTING])
+def test_a_plain_form_that_ends_its_process_is_tried_and_so_are_all_for_a_while(
+    own_follower: Follower, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, backends = matcher_of(own_follower, FORM), Backends(StructuredOutputs(), VOCABULARY)
+    backends._follower, backends._trial = own_follower, Trial(own_follower.helper)
+    life = own_follower.life
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=r"cannot be compiled|takes more than 1 s"):
+            backends.compile(choices(text))
+        assert own_follower.life == life + 1, "once, then trials told"
+    assert untried(own_follower, choices("ab")) is None
+    assert backends.compile(choices("ab")).accept(tokens_of("a")[0])
+    assert advance(own_follower, [(other, tokens_of("a")[0])]) == [True]
+    monkeypatch.setattr(own_follower, "_trusts_at_s", time.monotonic())
+    assert untried(own_follower, choices("ab")) is not None
+
+
+def test_a_form_that_takes_long_is_tried_though_it_seems_plain(own_follower: Follower) -> None:
+    """Its trial measures the memory that it takes."""
+    assert untried(own_follower, StructuredOutput(kind="regex", text=slow_form(0, 50000))) is None
+    assert time.monotonic() > own_follower._trusts_at_s, "it did no harm"
 
 
 def test_a_trial_that_takes_too_long_by_the_clock_ends_no_other_process(

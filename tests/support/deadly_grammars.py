@@ -1,8 +1,8 @@
-"""The program that reads grammars, with libraries that crash: a regular expression that begins with [Zz] is deadly.
+"""The program that reads grammars, with libraries that crash: a form whose text holds [Zz] is deadly.
 
 Its matcher ends the process at one token, hangs at another, or ends the process while the mask after a third is made.
-One that begins with [Xx] ends the process that compiles it, after a while. One that begins with [Ww] is compiled for
-ever, and one with [Vv] for ever without computing.
+One with [Xx] ends the process that compiles it, after a while. One with [Ww] is compiled for ever, and one with [Vv]
+for ever without computing.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class DeadlyBackend:
         return getattr(self._backend, name)
 
     def compile(self, wanted: Any) -> DeadlyMatcher:
-        if wanted.text.startswith(DEADLY_TO_COMPILE):
+        if DEADLY_TO_COMPILE in wanted.text:
             time.sleep(0.3)
             os.abort()
-        while wanted.text.startswith(COMPUTING):
+        while COMPUTING in wanted.text:
             pass
-        while wanted.text.startswith(WAITING):
+        while WAITING in wanted.text:
             time.sleep(1)
-        return DeadlyMatcher(self, self._backend.compile(wanted), is_deadly=wanted.text.startswith(DEADLY))
+        return DeadlyMatcher(self, self._backend.compile(wanted), is_deadly=DEADLY in wanted.text)
 
     def fill(self, positions: Any, masks: Any) -> None:
         if any(matcher.crashes_later for matcher, *_ in positions):
