@@ -49,10 +49,16 @@ inline Ahead ahead_of(const char* panel, int64_t panel_bytes, int64_t to_next, i
 //
 // Tiles of few rows read each byte once, at the speed of memory. For them the prefetch is non-temporal and does not
 // evict other data from the second level, above all the interpreter's: the interpreter's part of a step, which was
-// dominated by cache misses, takes a quarter less time, and steps of two rows take a fifth less themselves.
+// dominated by cache misses, takes a quarter less time, and steps of two rows take a fifth less themselves. But some
+// processors (Granite Rapids) read memory at a third of their speed that way, which `hr_streams_well` finds out.
+extern __attribute__((visibility("hidden"))) bool streams_weights;
+
 template <bool kFewRows>
 inline void prefetch(const char* address) {
-  __builtin_prefetch(address, 0, kFewRows ? 0 : 2);
+  if (kFewRows && streams_weights)
+    __builtin_prefetch(address, 0, 0);
+  else
+    __builtin_prefetch(address, 0, 2);
 }
 
 struct Prepared {

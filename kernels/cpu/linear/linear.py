@@ -166,6 +166,7 @@ def runtime(level: str = "native", num_threads: int | None = None) -> Runtime:
     dll.hr_linear_bytes.restype = ctypes.c_int64
     dll.hr_linear_bytes.argtypes = [ctypes.c_void_p]
     dll.hr_linear_scratch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    dll.hr_stream_weights(dll.hr_streams_well())
     return Runtime(library, ThreadPool(library, num_threads))
 
 
@@ -444,6 +445,7 @@ def tiles_of(core: build.Library, type_name: str, *, rounded: bool = False) -> i
     part = library_part(type_name)
     library = core if part == units.CORE else build.load(core.level, part)
     assert library is not None
+    library.dll.hr_stream_weights(core.dll.hr_streams_well())
     find = library.dll.hr_tiles
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_int32, ctypes.c_bool]
     return int(find(_kind(type_name).number, rounded))

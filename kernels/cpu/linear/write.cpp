@@ -1,7 +1,10 @@
-// Writes the results of linear layers. A separate unit, since all libraries of the kernels (see build.py) contain it.
+// Writes the results of linear layers, and holds what tiles share. A separate unit, since all libraries of the kernels
+// (see build.py) contain it.
 #include "linear/driver.h"
 
 namespace headrace {
+
+bool streams_weights = true;
 
 namespace {
 
@@ -139,3 +142,6 @@ void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride
 }
 
 }  // namespace headrace
+
+// Whether tiles of few rows are to prefetch weights past the second-level cache.
+HR_EXPORT void hr_stream_weights(int32_t value) { headrace::streams_weights = value != 0; }
