@@ -61,6 +61,7 @@ SHARED_CACHE = Path("/var/cache/headrace")
 ROOM_BYTES = 64 << 20
 """With less free space than this the cache is not used: a build that fills the disk would fail, which leaves only the
 slow reference."""
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 PREBUILT = "prebuilt"
 """The folder, beside the sources, of the libraries that a wheel contains."""
 
@@ -236,7 +237,7 @@ def _has_room(folder: Path) -> bool:
 
 
 def cpu_features() -> frozenset[str]:
-    """This CPU's features as /proc/cpuinfo names them; empty where there is no such file."""
+    """This CPU's features as /proc/cpuinfo names them, of which this process may use all; empty without such a file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -244,8 +245,17 @@ def cpu_features() -> frozenset[str]:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+            features = frozenset(value.split())
+            return features if _may_use_tiles() else features - {each for each in features if each.startswith("amx_")}
     return frozenset()
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Asks Linux for the tile registers of AMX, which a process may use from then on, with all of its threads."""
+    if platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0
 
 
 def cpu_model() -> str:

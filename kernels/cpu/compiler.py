@@ -78,10 +78,12 @@ def _level(beyond: Level, flags: str, features: str) -> Level:
 _AVX2 = _level(Level(), "-march=x86-64-v3", "abm avx avx2 bmi1 bmi2 f16c fma movbe")
 _AVX512 = _level(_AVX2, "-mavx512f -mavx512bw -mavx512vl -mavx512dq", "avx512f avx512bw avx512vl avx512dq")  # Skylake
 _AVX512_VNNI = _level(_AVX512, "-mavx512vnni", "avx512_vnni")  # Cascade Lake, Ice Lake
-_AVX512_BF16 = _level(_AVX512_VNNI, "-mavx512vbmi -mavx512bf16", "avx512vbmi avx512_bf16")  # Zen 4, Sapphire Rapids
+_AVX512_BF16 = _level(_AVX512_VNNI, "-mavx512vbmi -mavx512bf16", "avx512vbmi avx512_bf16")  # Zen 4, Cooper Lake
+_AMX = _level(_AVX512_BF16, "-mamx-tile -mamx-bf16 -mamx-int8", "amx_tile amx_bf16 amx_int8")  # Sapphire Rapids
 _LEVELS = {
     "x86_64": {
         "native": Level(("-march=native",)),
+        "amx": _AMX,
         "avx512_bf16": _AVX512_BF16,
         "avx512_vnni": _AVX512_VNNI,
         "avx512": _AVX512,
@@ -156,6 +158,8 @@ def compile_library(folder: Path, part: str, level: str, target: Path, features:
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             flags = (*BASE_FLAGS, "-I", str(folder), "-I", str(FOLDER), *levels()[level].flags)
+            if "amx_bf16" not in features:  # the system may not permit what the CPU has
+                flags = (*flags, "-DHEADRACE_NO_AMX")
             objects = _compile_units(units_of(folder, part), [*compiler, *flags], Path(scratch))
             linked = os.path.join(scratch, "linked.so")
             _run([*compiler, *LINK_FLAGS, *objects, "-o", linked], "linking")

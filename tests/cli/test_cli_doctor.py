@@ -57,7 +57,12 @@ def test_without_compiler_and_kernels_it_says_that_torch_computes(
 
 @pytest.mark.parametrize(
     ("lacks", "state", "said"),
-    [((), "ok", "avx512_bf16: "), (("avx512f",), "ok", "avx2; without"), (("avx2",), "slow", "this CPU has no AVX2")],
+    [
+        ((), "ok", "amx: "),
+        (("amx_tile",), "ok", "avx512_bf16: "),
+        (("amx_tile", "avx512f"), "ok", "avx2; without"),
+        (("amx_tile", "avx2"), "slow", "this CPU has no AVX2"),
+    ],
 )
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="CPUs of x86-64")
 def test_the_instruction_set_is_judged(
@@ -65,7 +70,7 @@ def test_the_instruction_set_is_judged(
 ) -> None:
     from headrace.kernels.cpu.compiler import levels
 
-    monkeypatch.setattr(build, "cpu_features", lambda: levels()["avx512_bf16"].features - set(lacks))
+    monkeypatch.setattr(build, "cpu_features", lambda: levels()["amx"].features - set(lacks))
     found = findings(capsys)["instructions"]
     assert found[0] == state
     assert found[1].startswith(said)

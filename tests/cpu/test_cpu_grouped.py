@@ -16,7 +16,14 @@ from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, InputRounding, Kind, joined
 
 LEVELS = ["native", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "avx2", "portable"))]
-SHAPES = [(1, 1, 32, 32), (3, 17, 96, 96), (17, 192, 512, 128), (9, 70, 256, 64)]
+SHAPES = [
+    (1, 1, 32, 32),
+    (3, 17, 96, 96),
+    (17, 192, 512, 128),
+    (9, 70, 256, 64),
+    (41, 33, 192, 192),
+    (70, 64, 320, 160),
+]
 """Rows of x, n, k and group."""
 
 

@@ -27,7 +27,7 @@ QUANTISED = [name for name, kind in linear.WEIGHT_TYPES.items() if kind.quantise
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-@pytest.fixture(scope="module", params=["native", "avx512", "avx2", "portable"])
+@pytest.fixture(scope="module", params=["native", "avx512_bf16", "avx512", "avx2", "portable"])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     if request.param != "native":  # the native one must build; a lower one needs what it is made of
         try:

@@ -92,6 +92,8 @@ def _instructions() -> Finding:
         return Finding(
             "instructions", "slow", "this CPU has no AVX2: each instruction computes 4 numbers instead of 8 or 16"
         )
+    if best == "amx":
+        return Finding("instructions", "ok", f"{best}: weights in bfloat16 and int8 are multiplied in tile registers")
     if best == "avx512_bf16":
         return Finding("instructions", "ok", f"{best}: weights in bfloat16 are multiplied as they are")
     return Finding(

@@ -6,7 +6,7 @@
 namespace headrace {
 namespace {
 
-constexpr int kMostTileRows = 16;
+constexpr int kMostTileRows = 32;
 // Of a panel of B; the hardware fetches the rest of a longer one.
 constexpr int64_t kMostFetched = 4096;
 constexpr int kHalfRows = kPanelRows / 2;  // rows of A in a panel: ranks are small, and a panel's padding is read too

@@ -3,6 +3,7 @@
 // of a pair of k to its fp32 sum.
 #pragma once
 
+#include "linear/amx.h"
 #include "linear/driver.h"
 
 namespace headrace {
@@ -47,11 +48,72 @@ inline Floats dot_pairs(Floats sums, Floats weights, Floats pair) {
 }
 #endif
 
+#if defined(HEADRACE_AMX)
+constexpr int kBlockK = 32;
+
+// sums [num_rows, kVectors * 16] (+)= x times the panel, of bf16, for a k that is a multiple of kBlockK. The processor
+// adds up the first ones of a block's pairs, the second ones, and both to the sums.
+template <int kVectors>
+void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                     int64_t sums_stride, bool add, Ahead ahead) {
+  const int below = num_rows - kBlockRows;  // rows of the second block
+  set_shapes(num_rows);
+  const int64_t stride = sums_stride * 4;
+  float* const second = sums + kBlockRows * sums_stride;
+  if (add) {
+    _tile_loadd(0, sums, stride);
+    if constexpr (kVectors == 2) _tile_loadd(1, sums + 16, stride);
+    if (below > 0) {
+      _tile_loadd(2, second, stride);
+      if constexpr (kVectors == 2) _tile_loadd(3, second + 16, stride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (below > 0) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  constexpr int64_t kRowBytes = kVectors * 64, kBytes = kBlockK / 2 * kRowBytes;
+  const char* next = ahead.from;
+  const int64_t advance = ahead.advance(kBytes);
+  const bool is_few = num_rows <= 3;
+  for (int64_t at = 0; at < k; at += kBlockK, panel += kBytes, next += advance) {
+    for (int64_t line = 0; line < advance; line += 64) is_few ? prefetch<true>(next + line) : prefetch<false>(next + line);
+    _tile_loadd(6, panel, kRowBytes);
+    _tile_loadd(4, x + 2 * at, x_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kVectors == 2) {
+      _tile_loadd(7, panel + 64, kRowBytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (below > 0) {
+      _tile_loadd(5, x + kBlockRows * x_bytes + 2 * at, x_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kVectors == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, stride);
+  if constexpr (kVectors == 2) _tile_stored(1, sums + 16, stride);
+  if (below > 0) {
+    _tile_stored(2, second, stride);
+    if constexpr (kVectors == 2) _tile_stored(3, second + 16, stride);
+  }
+  _tile_release();
+}
+#endif
+
 // The kernel of one float type. It reads kStepK values of k per step.
 template <WeightType kType>
 struct FloatKernel {
-  static constexpr int kMaxRows = kTileRows;
   static constexpr bool kPairs = kType == WeightType::kBF16;
+#if defined(HEADRACE_AMX)
+  static constexpr bool kBlocks = kPairs;
+#else
+  static constexpr bool kBlocks = false;
+#endif
+  static constexpr int kMaxRows = kBlocks ? 2 * kBlockRows : kTileRows;
 #if defined(HEADRACE_BF16_DOT)
   static constexpr bool kDot = kPairs;
 #else
@@ -155,9 +217,38 @@ struct FloatKernel {
   }
   static Floats low_half(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(pairs) << 16); }
 
-  // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
   template <int kRows, int kVectors = kPanelVectors>
-  static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+  static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
+                   bool add, Ahead ahead) {
+#if defined(HEADRACE_AMX)
+    if constexpr (kBlocks) {
+      const int64_t whole = k / kBlockK * kBlockK, bytes = whole * kVectors * kLanes * kWeightBytes;
+      if (whole) multiply_blocks<kVectors>(kRows, x, x_bytes, panel, whole, sums, sums_stride, add, ahead);
+      if (whole == k) return;
+      ahead.from += ahead.advance(bytes);
+      for (int row = 0; row < kRows; row += kTileRows)
+        call_tile<Vectors<kVectors>, kTileRows>(kRows - row < kTileRows ? kRows - row : kTileRows,
+                                                x + row * x_bytes + x_offset(whole), x_bytes, panel + bytes, k - whole,
+                                                sums + row * sums_stride, sums_stride, add || whole, ahead);
+      return;
+    }
+#endif
+    if constexpr (!kBlocks) vector_tile<kRows, kVectors>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+  }
+
+  // `tile` in vector registers.
+  template <int kVectors>
+  struct Vectors {
+    template <int kRows>
+    static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
+                     bool add, Ahead ahead) {
+      vector_tile<kRows, kVectors>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+    }
+  };
+
+  // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
+  template <int kRows, int kVectors>
+  static __attribute__((noinline)) void vector_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                                              int64_t sums_stride, bool add, Ahead ahead) {
     Floats total[kRows][kVectors];
 #pragma GCC unroll 16
@@ -176,7 +267,7 @@ struct FloatKernel {
     const int64_t advance = ahead.advance(kBytes);
     for (int64_t i = 0; i < steps; ++i, panel += kBytes, next += advance) {
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) prefetch<(4 * kRows <= kMaxRows)>(next + line);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch<(4 * kRows <= kTileRows)>(next + line);
       step<kRows, kVectors>(total, panel, bases, x_bytes, i * kStepK * kXBytes);
     }
 #pragma GCC unroll 16
@@ -187,7 +278,7 @@ struct FloatKernel {
 
   // Tiles of half panels, for factors of few rows.
   struct Halves {
-    static constexpr int kMaxRows = kTileRows;
+    static constexpr int kMaxRows = FloatKernel::kMaxRows;
 
     template <int kRows>
     static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,

@@ -7,6 +7,7 @@
 // its scale; one of all of a row is a factor of the whole sum.
 #pragma once
 
+#include "linear/amx.h"
 #include "linear/groups.h"
 #include "linear/groups_tile.h"
 #include "linear/driver.h"
@@ -75,8 +76,13 @@ constexpr float kTokenSteps = 127.50003f;
 
 template <WeightType kType>
 struct RoundedIntegers : GroupedBase {
-  static constexpr int kMaxRows = kRoundedTileRows;
   static constexpr int kBits = bits_of(kType);
+#if defined(HEADRACE_AMX)
+  static constexpr bool kBlocks = kBits == 8;
+#else
+  static constexpr bool kBlocks = false;
+#endif
+  static constexpr int kMaxRows = kBlocks ? 2 * kBlockRows : kRoundedTileRows;
   static constexpr int32_t kMiddle = 1 << (kBits - 1);
   // A line of a block has one quad of each row of a panel; for 4 bits two, the second 4 quads after the first.
   static constexpr int kLineBytes = kPanelRows * 4;
@@ -222,7 +228,7 @@ struct RoundedIntegers : GroupedBase {
       RoundedDot::Sum sum[kRows][kRoundedGroups] = {};
       for (int block = 0; block < head.group_blocks; ++block) {
         constexpr int64_t kBytes = group_code_bytes(kType);
-        if (kAsks) prefetch_block<(4 * kRows <= kMaxRows)>(ahead, next - panel, kBytes);
+        if (kAsks) prefetch_block<(4 * kRows <= kRoundedTileRows)>(ahead, next - panel, kBytes);
 #pragma GCC unroll 8
         for (int line = 0; line < kLines; ++line) {
           Bytes quads[kRoundedGroups][kHalves];
@@ -268,12 +274,102 @@ struct RoundedIntegers : GroupedBase {
         store_floats(sums + row * sums_stride + (first + group) * kLanes, total[row][group]);
   }
 
+#if defined(HEADRACE_AMX)
+  static constexpr int kLeastBlockRows = 5;  // fewer wait for memory
+  static constexpr int kBlockK = 64;
+
+  static bool has_blocks(const char* panel) {
+    return reinterpret_cast<const GroupHead*>(panel)->group_blocks * kBlock % kBlockK == 0;
+  }
+
+  // As `columns`, of the whole panel, for groups of whole blocks.
+  static void blocks(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                     int64_t sums_stride, Ahead ahead) {
+    const GroupHead& head = *reinterpret_cast<const GroupHead*>(panel);
+    const bool has_zeros = head.zero_type != kNoZeros, is_tall = num_rows > kBlockRows;
+    const char* next = panel + kHeadBytes;
+    const char *codes = reinterpret_cast<const char*>(codes_of(x)), *below = codes + kBlockRows * x_bytes;
+    constexpr int64_t kBytes = kBlockK * kPanelRows, kRowBytes = 4 * kPanelRows, kProductBytes = 4 * kPanelRows;
+    alignas(64) int32_t products[2 * kBlockRows * kPanelRows];
+    set_shapes(num_rows);
+    int64_t at = 0;
+    for (int64_t group_number = 0; at < k; ++group_number) {
+      const char* meta = next;
+      next += head.meta_bytes;
+      _tile_zero(0);
+      _tile_zero(1);
+      if (is_tall) {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (int block = 0; block < head.group_blocks; block += kBlockK / kBlock, at += kBlockK, next += kBytes) {
+        for (int64_t line = 0; line < ahead.advance(kBytes); line += 64) prefetch<false>(ahead.at(next - panel) + line);
+        _tile_loadd(6, next, kRowBytes);
+        _tile_loadd(7, next + 64, kRowBytes);
+        _tile_loadd(4, codes + at, x_bytes);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        if (is_tall) {
+          _tile_loadd(5, below + at, x_bytes);
+          _tile_dpbsud(2, 5, 6);
+          _tile_dpbsud(3, 5, 7);
+        }
+      }
+      _tile_stored(0, products, kProductBytes);
+      _tile_stored(1, products + 16, kProductBytes);
+      if (is_tall) {
+        _tile_stored(2, products + kBlockRows * kPanelRows, kProductBytes);
+        _tile_stored(3, products + kBlockRows * kPanelRows + 16, kProductBytes);
+      }
+      for (int group = 0; group < kGroups; ++group) {
+        const int lane = group * kLanes;
+        const Floats scales = load_vector(meta, lane, head.scale_type);
+        const Floats zeros = has_zeros ? zeros_of(head, meta, lane) : Floats{};
+        for (int row = 0; row < num_rows; ++row) {
+          const int32_t correction = corrections_of(x + row * x_bytes, k)[group_number];
+          const Floats step = all_lanes(steps_of(x + row * x_bytes, k)[group_number]);
+          const Ints product = load_ints(products + row * kPanelRows + lane);
+          const Floats value =
+              has_zeros ? __builtin_convertvector(product, Floats) - zeros * all_lanes(static_cast<float>(correction))
+                        : __builtin_convertvector(product - correction, Floats);
+          float* total = sums + row * sums_stride + lane;
+          store_floats(total, fused(value, scales * step, group_number ? load_floats(total) : Floats{}));
+        }
+      }
+    }
+    _tile_release();
+  }
+#endif
+
+  // In vector registers.
+  struct Vectors {
+    template <int kRows>
+    static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k,
+                                               float* sums, int64_t sums_stride, bool, Ahead ahead) {
+      columns<kRows, true>(x, x_bytes, panel, k, 0, sums, sums_stride, ahead);
+      for (int first = kRoundedGroups; first < kGroups; first += kRoundedGroups)
+        columns<kRows, false>(x, x_bytes, panel, k, first, sums, sums_stride, ahead);
+    }
+  };
+
+  static void products(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                       int64_t sums_stride, Ahead ahead) {
+#if defined(HEADRACE_AMX)
+    if (kBlocks && num_rows >= kLeastBlockRows && has_blocks(panel)) {
+      blocks(num_rows, x, x_bytes, panel, k, sums, sums_stride, ahead);
+      return;
+    }
+#endif
+    for (int row = 0; row < num_rows; row += kRoundedTileRows)
+      call_tile<Vectors, kRoundedTileRows>(num_rows - row < kRoundedTileRows ? num_rows - row : kRoundedTileRows,
+                                           x + row * x_bytes, x_bytes, panel, k, sums + row * sums_stride, sums_stride,
+                                           false, ahead);
+  }
+
   template <int kRows>
   static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                                              int64_t sums_stride, bool, Ahead ahead) {
-    columns<kRows, true>(x, x_bytes, panel, k, 0, sums, sums_stride, ahead);
-    for (int first = kRoundedGroups; first < kGroups; first += kRoundedGroups)
-      columns<kRows, false>(x, x_bytes, panel, k, first, sums, sums_stride, ahead);
+    products(kRows, x, x_bytes, panel, k, sums, sums_stride, ahead);
     alignas(64) float of_ones[kPanelRows];
     bool has_sums = false;
     for (int row = 0; row < kRows; ++row) {

@@ -4,11 +4,11 @@
 // so that one vector load reads the same k (or pair, or quad of k) of many rows, and a panel is one contiguous
 // stream. The last panel is padded with zero rows.
 //
-// Order of summation. Each output is one lane of one accumulator. Float types add over k (bf16: pairs of k) in rising
-// order; quantised types add each 32-block's exact integer sum, scaled, in rising order of blocks. Neither depends
-// on the number of rows of x, the row's place among them, or the number of threads: tiling splits M and N only, and
-// where K is cut for the cache the accumulators are stored and reloaded unchanged. So results are bitwise
-// batch-invariant (for one instruction-set level).
+// Order of summation. Each output is one lane of one accumulator. Float types add over k (bf16: pairs of k; with AMX
+// blocks of 32) in rising order; quantised types add each 32-block's exact integer sum, scaled, in rising order of
+// blocks. Neither depends on the number of rows of x, the row's place among them, or the number of threads: tiling
+// splits M and N only, and where K is cut for the cache the accumulators are stored and reloaded unchanged. So results
+// are bitwise batch-invariant (for one instruction-set level).
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,35 @@
+// The tile registers of AMX: products of blocks of 16 rows and 16 columns, at many times the speed of vectors.
+#pragma once
+
+#include "runtime/vector.h"
+
+#if defined(HEADRACE_AVX512) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(HEADRACE_NO_AMX)
+#define HEADRACE_AMX 1
+#endif
+
+namespace headrace {
+
+// Rows and columns of a block. A tile of panels has up to two by two.
+constexpr int kBlockRows = 16;
+
+#if defined(HEADRACE_AMX)
+// What the registers hold: 0 to 3 sums, 4 and 5 x, 6 and 7 weights; in memory as the instruction set describes it.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// For the products of up to 32 rows of x. What else a thread computes with these registers sets its own shapes, too.
+inline void set_shapes(int num_rows) {
+  TileShapes shapes;
+  const int below = num_rows - kBlockRows;
+  if (below < 0)
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(num_rows);
+  else if (below > 0)
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(below);
+  _tile_loadconfig(&shapes);
+}
+#endif
+
+}  // namespace headrace
