@@ -15,7 +15,10 @@ from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, InputRounding, Kind, joined
 
-LEVELS = ["native", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "avx2", "portable"))]
+LEVELS = [
+    "native",
+    *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512_bf16", "avx512", "avx2", "portable")),
+]
 SHAPES = [
     (1, 1, 32, 32),
     (3, 17, 96, 96),
