@@ -20,7 +20,7 @@ StateType = Literal["float32", "float16", "bfloat16"]
 STATE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})
 """Bytes of an element of each type of states."""
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
+Placement = Literal["pre", "sandwich", "ffn_sandwich", "output", "parallel", "post", "normed"]
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,10 @@ class ArchSpec:
     norm: NormSpec
     norm_placement: Placement = "pre"
     """Where a layer's norms are. pre: on the input of the mixer and of the FFN; sandwich: on their inputs and outputs;
-    output: on their outputs, before these are added to the stream; parallel: on the inputs, and both blocks read the
-    same stream (one norm serves both if the two norms have one name); post: on the stream after each addition; normed:
-    on the stream before each block, to whose output the normed stream is added."""
+    ffn_sandwich: on their inputs and on the FFN's output; output: on their outputs, before these are added to the
+    stream; parallel: on the inputs, and both blocks read the same stream (one norm serves both if the two norms have
+    one name); post: on the stream after each addition; normed: on the stream before each block, to whose output the
+    normed stream is added."""
     final_soft_cap: float | None = None
     has_head: bool = True
     """False where nothing reads logits: the head's weights stay in the checkpoint."""

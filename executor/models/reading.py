@@ -154,6 +154,8 @@ class CheckedWeights:
     def values(self, declared: Vector, prefix: str) -> Tensor:
         """This rank's part of a `Vector`, [size of the part] float32."""
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
+        if declared.optional and name not in self:
+            return torch.zeros(size, device=self.device)[own or slice(None)]
         if declared.stored == (None,):
             return self.vector(name, size, take=own)
         self._check(name, tuple(size if each is None else each for each in declared.stored))

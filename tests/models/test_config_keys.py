@@ -102,6 +102,7 @@ LFM2 = {
 }  # fmt: skip
 PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
+    "axk1": DEEPSEEK,
     "bloom": {
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True, "n_inner": None,
         "offset_alibi": 100, "skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0,

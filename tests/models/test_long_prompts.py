@@ -1,5 +1,6 @@
 """Families whose attention depends on how long the context is: windows beside full layers, and keys that an index
-chooses. Prompts from one token to many windows, computed at once and in chunks, give the tokens of transformers."""
+chooses; and others. Prompts from one token to many windows, computed at once and in chunks, give the tokens of
+transformers."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ FAMILIES = DENSE | MIXTURES
 NAMES = (
     "gemma4",
     pytest.param("gemma4_experts", marks=pytest.mark.system),
+    "axk1",
     "mimo_v2",
     "deepseek_v32",
     pytest.param("glm_moe_dsa", marks=pytest.mark.system),

@@ -3,6 +3,8 @@ chunked prefill, preemption and the prefix cache at once."""
 
 from __future__ import annotations
 
+import copy
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from all_at_once import TIGHT, generate_all_at_once, shared_prefix
 from model_driver import DictSource
 from rank_threads import RankThreads, pool_for_each_rank
+from safetensors.torch import load_file, save_file
 from test_models import config_of, reference, reference_logits
 from tiny_mixtures import FAMILIES
 from tiny_models import state_of
@@ -188,6 +191,29 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts
         numbers = {int(each.split(".experts.")[1].split(".")[0]) for each in source.read if ".experts." in each}
         read.append(sorted(numbers))
     assert read == experts
+
+
+def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folder: Path, tmp_path: Path) -> None:
+    """A.X-K1's published files have none, and a norm of each layer, which the dense ones do not use."""
+    path, model = saved(folder, "axk1"), copy.deepcopy(model_of("axk1"))
+    state = load_file(path / "model.safetensors")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+            del state[name]
+    norm = "model.layers.0.post_mlp_layernorm.weight"
+    assert norm not in state
+    save_file(state | {norm: torch.full((32,), 7.0)}, tmp_path / "model.safetensors")
+    shutil.copy(path / "config.json", tmp_path)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(str(tmp_path), **TIGHT) as llm:
+        outputs = llm.generate(shared_prefix(128), params, use_tqdm=False)
+    changed = 0
+    for prompt, output in zip(shared_prefix(128), outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == reference_logits(model, prompt, answer).argmax(-1).tolist()
+        changed += answer != reference_logits(model_of("axk1"), prompt, answer).argmax(-1).tolist()
+    assert changed, "the correction matters"
 
 
 @pytest.mark.system

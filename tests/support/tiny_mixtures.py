@@ -34,6 +34,7 @@ def tiny(name: str, config_class: str = "", **config: Any) -> TinyModel:
 FAMILIES: dict[str, TinyModel] = {
     "glm4_moe": tiny("Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **DEEPSEEK),
     "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
+    "axk1": tiny("AXK1", max_position_embeddings=1024, **LATENT, **DEEPSEEK),
     "dots1": tiny("Dots1", head_dim=16, sliding_window=20, max_window_layers=1, **DEEPSEEK),
     "minimax_m2": tiny("MiniMaxM2", head_dim=16, rotary_dim=8, **EXPERTS),
     "granitemoe": tiny(

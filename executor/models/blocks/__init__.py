@@ -293,6 +293,8 @@ class Vector(Declared):
     size: Dimension
     stored: tuple[int | None, ...] = (None,)
     """Shape in the checkpoint, with None in the place of the size: (1, None) for [1, size]."""
+    optional: bool = False
+    """Whether a checkpoint may have none: then all values are 0."""
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(self.name, tuple(self.size if each is None else each for each in self.stored), "bias")
@@ -572,6 +574,7 @@ class LayerDeclaration:
                 norms["ffn"] = Norm.of_stream(spec, names.mlp_norm)
         if placement in ("sandwich", "output"):
             norms["mixer_post"] = Norm.of(spec, names.attention_post_norm, spec.hidden_size)
+        if placement in ("sandwich", "ffn_sandwich", "output"):
             norms["ffn_post"] = Norm.of(spec, names.mlp_post_norm, spec.hidden_size)
         for block, part in ((layer.mixer, "mixer"), (layer.ffn, "ffn")):
             if isinstance(block, NoMixer | NoFfn):

@@ -48,6 +48,8 @@ class Experts(Ffn):
     correction: Literal["no", "vector", "row"] = "no"
     """Whether a vector is added to the scores when experts are chosen, and whether it is stored as [num_experts]
     ("vector") or [1, num_experts] ("row")."""
+    correction_optional: bool = False
+    """Whether checkpoints may leave the vector out, which is then zero."""
 
     @property
     def chosen_share(self) -> float:
@@ -60,7 +62,7 @@ class Experts(Ffn):
         found: dict[str, Declared] = {"router": router, "experts": self._stack(spec, each, self.inner)}
         if self.correction != "no":
             stored = (1, None) if self.correction == "row" else (None,)
-            found["correction"] = Vector(names.router_correction, self.num_experts, stored)
+            found["correction"] = Vector(names.router_correction, self.num_experts, stored, self.correction_optional)
         if self.shared_inner and not self.shared_gate:
             gate, up, down = (
                 f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)

@@ -6,7 +6,6 @@ from types import MappingProxyType
 _REMOTE = "its code comes with its checkpoints, and nothing installed here can check a family against it"
 _LACKING = {
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
-    "AXK1ForCausalLM": "a norm behind experts, which some layers lack",
     "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
     "DeepseekV4ForCausalLM": "compressed keys and values, and several residual streams (hyper-connections)",
     "Glm5NextForCausalLM": "attention to keys that an index chooses beside recurrent layers",

@@ -7,6 +7,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "apertus": "ApertusForCausalLM",
         "arcee": "ArceeForCausalLM",
+        "axk1": "AXK1ForCausalLM",
         "aya_vision": "AyaVisionForConditionalGeneration",
         "baichuan": "BaichuanForCausalLM",
         "bamba": "BambaForCausalLM",
