@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuDeltas, CpuWeights, PackedDeltas
+from headrace.executor.models import blocks
 from headrace.executor.models.blocks import Attend, AttendLatent
 from headrace.executor.models.reading import own_part, own_slopes
 from headrace.kernels.cpu.facade import NEVER, AttentionLayer, Buffer, LatentLayer, Norm, PackedLinear
@@ -31,8 +32,7 @@ class CpuAttend:
 
     @classmethod
     def read(cls, weights: CpuWeights, declared: Attend, prefix: str) -> CpuAttend:
-        norms = (declared.query_norm, declared.key_norm)
-        query_norm, key_norm = (None if each is None else weights.norm(each, prefix).constants for each in norms)
+        query_norm, key_norm = (_of_heads(weights, each, prefix) for each in (declared.query_norm, declared.key_norm))
         sinks = None if declared.sinks is None else weights.values(declared.sinks, prefix)
         bias = None if declared.distance_bias is None else weights.distance_bias(declared.distance_bias, prefix)
         return cls(declared, query_norm, key_norm, sinks, own_slopes(declared, weights.place), bias)
@@ -144,3 +144,12 @@ class LatentDeltas(CpuDeltas):
             *(LowRank(declared.value_dim, delta.a, (LowRankPart(0, 0, own),)) for own in values),
         ]
         return PackedDeltas(tuple(table.pack(own) for table, own in zip(self.tables, each, strict=True)))
+
+
+def _of_heads(weights: CpuWeights, declared: blocks.Norm | None, prefix: str) -> Norm | None:
+    """A norm's constants, always with weights, which the kernels multiply by."""
+    if declared is None:
+        return None
+    norm = weights.norm(declared, prefix)
+    found = norm.constants
+    return found if found.weight is not None else replace(found, weight=torch.ones(norm.columns))

@@ -268,6 +268,8 @@ class ArchSpec:
     stream; parallel: on the inputs, and both blocks read the same stream (one norm serves both if the two norms have
     one name); post: on the stream after each addition; normed: on the stream before each block, to whose output the
     normed stream is added."""
+    other_norms: tuple[tuple[str, NormSpec], ...] = ()
+    """Norms that differ from `norm`, by name without prefix or `.weight`; a layer's are those of all layers."""
     final_soft_cap: float | None = None
     has_head: bool = True
     """False where nothing reads logits: the head's weights stay in the checkpoint."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headrace.core.options.plan import AttentionWork, Plan, StepWork
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import Attend, AttendLatent, LayerDeclaration, Linear, Norm, Weight
+from headrace.executor.models.blocks import Attend, AttendLatent, Declared, LayerDeclaration, Linear, Norm, Weight
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
@@ -47,7 +47,7 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if spec.token_types:
         yield Weight(f"{prefix}{names.token_types}.weight", (spec.token_types, hidden), "embedding")
     if spec.embedding_norm:
-        yield from Norm.of_stream(spec, prefix + names.embedding_norm).weights()
+        yield from _with_prefix(Norm.of_stream(spec, names.embedding_norm), prefix)
     if width != hidden:
         yield from Linear(((prefix + names.project_in, hidden),), width).weights()
         yield from Linear(((prefix + names.project_out, width),), hidden).weights()
@@ -55,13 +55,17 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
         if (table := stream.table) is not None:
             yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")
         for declared in (*stream.declare_beginning(spec).values(), *stream.declare_end(spec).values()):
-            yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
+            yield from _with_prefix(declared, prefix)
     if spec.final_norm:
-        yield from Norm.of_stream(spec, prefix + names.final_norm).weights()
+        yield from _with_prefix(Norm.of_stream(spec, names.final_norm), prefix)
     if not spec.has_head:
         return
     head = Linear(((names.lm_heads[0], spec.vocab_size),), width, spec.head_bias, "head")
     yield from (weight for weight in head.weights() if not spec.tied_head or weight.name.endswith(".bias"))
+
+
+def _with_prefix(declared: Declared, prefix: str) -> Iterator[Weight]:
+    return (replace(weight, name=prefix + weight.name) for weight in declared.weights())
 
 
 def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:

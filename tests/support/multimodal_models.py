@@ -79,6 +79,16 @@ def kimi() -> Any:
     return transformers.Kimi_K25ForConditionalGeneration(config)
 
 
+def muse_glimmer() -> Any:
+    text = transformers.MuseGlimmerTextConfig(**TEXT, head_dim=16, sliding_window=4)
+    sizes = {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 14}
+    vision = transformers.MuseGlimmerVisionConfig(**VISION, **sizes)
+    config = transformers.MuseGlimmerConfig(
+        text_config=text, vision_config=vision, out_hidden_size=128, projector_hidden_size=32
+    )
+    return transformers.MuseGlimmerForConditionalGeneration(config)
+
+
 SIGLIP = {"vision_class": "SiglipVisionConfig", "image_size": 28, "patch_size": 14}
 MULTIMODAL: dict[str, Callable[[], Any]] = {
     "llava with llama": llava("Llama", "Llava"),
@@ -87,6 +97,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "mistral 3": llava("Mistral", "Mistral3"),
     "mistral 3 with ministral 3": llava("Ministral3", "Mistral3"),
     "kimi k2.5": kimi,
+    "muse glimmer": muse_glimmer,
     "vip llava": other("VipLlava", vision_class="CLIPVisionConfig", image_size=28, patch_size=14),
     "aya vision": other("AyaVision", "Cohere2", **SIGLIP),
     "cohere 2 vision": other("Cohere2Vision", "Cohere2", **SIGLIP),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import muse_glimmer  # noqa: F401 (a class of transformers)
 from tiny_models import COMMON, TinyModel
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -136,6 +137,17 @@ FAMILIES: dict[str, TinyModel] = {
         altup_num_inputs=3,
         altup_active_idx=1,
         altup_correct_scale=False,
+    ),
+    "muse_glimmer": tiny(
+        "MuseGlimmer",
+        "MuseGlimmerTextConfig",
+        num_hidden_layers=5,
+        head_dim=16,
+        sliding_window=20,
+        max_position_embeddings=1024,
+        qk_scale_factor=1.5,
+        output_multiplier=0.7,
+        final_logit_softcapping=9.0,
     ),
     "gemma4": tiny(
         "Gemma4",

@@ -133,7 +133,7 @@ class Norm(Declared):
 
     @classmethod
     def of(cls, spec: ArchSpec, name: str, size: Dimension) -> Norm:
-        norm = spec.norm
+        norm = dict(spec.other_norms).get(name, spec.norm)
         bias = norm.affine and norm.bias and norm.kind == "layer"
         return cls(name, size, norm.kind, norm.eps, norm.weight_offset, norm.affine, bias)
 

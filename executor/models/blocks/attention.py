@@ -196,8 +196,9 @@ class Attention(Mixer):
         return ""
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        if self.qk_norm == "head" and not spec.norm.affine:
-            return "the program norms queries and keys by norms with weights alone."
+        norm = Norm.of(spec, spec.names.query_norm, self.head_dim)
+        if self.qk_norm == "head" and norm.kind == "layer" and not norm.affine:
+            return "the program norms queries and keys by layer norms with weights alone."
         if self.query_growth is not None:
             return f"the program scales no queries, which grow from position {self.query_growth[0]} on."
         if self.qk_norm == "whole" and tp_size > 1:

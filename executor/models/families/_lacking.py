@@ -21,7 +21,6 @@ _LACKING = {
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "MiMoV2ForCausalLM": _REMOTE,
     "MistralLarge3ForCausalLM": "latent attention whose queries grow with positions",
-    "MuseGlimmerForCausalLM": "no family; transformers has its code",
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "PanguProMoEV2ForCausalLM": _REMOTE,
     "PanguUltraMoEForCausalLM": _REMOTE,

@@ -103,6 +103,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "modernbert": "ModernBertModel",
         "mpnet": "MPNetModel",
         "mpt": "MptForCausalLM",
+        "muse_glimmer": "MuseGlimmerForConditionalGeneration",
+        "muse_glimmer_text": "MuseGlimmerForCausalLM",
         "nemotron": "NemotronForCausalLM",
         "new": "NewModel",
         "nemotron-nas": "DeciLMForCausalLM",

@@ -17,6 +17,7 @@ ARCHITECTURES = (
     *("Kimi_K25ForConditionalGeneration", "LlavaForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration"),
     *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("MuseGlimmerForConditionalGeneration",),
     *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     *("SmolVLMForConditionalGeneration", "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration"),
@@ -31,7 +32,7 @@ SECTIONS = ("text_config", "llm_config")
 OTHER_MEDIA = (
     r"(^|\.)(vision|audio|image)_(tower|model|encoder)\.",
     r"^(model\.)?visual\.",
-    r"^(model\.)?(multi_modal_projector|mm_projector|connector|image_newline|mlp1)(\.|$)",
+    r"^(model\.)?(multi_modal_projector|mm_projector|connector|image_newline|mlp1|vision_adapter|vision_projection)(\.|$)",
 )
 # What transformers' classes fill in, since many configs leave it out.
 _LLAMA = {"vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -45,7 +46,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _OF_IMAGES = (
     *("dynamic_image_size", "force_image_size", "ignore_index", "max_dynamic_patch", "min_dynamic_patch", "pad2square"),
     *("ps_version", "scale_factor", "select_layer", "use_thumbnail", "media_placeholder_token_id"),
-    *("projection_hidden_size", "projection_layer_norm_eps", "use_unified_vision_chunk", "video_placeholder"),
+    *(
+        "out_hidden_size",
+        "projection_hidden_size",
+        "projector_hidden_size",
+        "projection_layer_norm_eps",
+        "use_unified_vision_chunk",
+        "video_placeholder",
+    ),
 )
 _SAID_OF_TEXT = ("hidden_size", "max_position_embeddings", "vocab_size")
 IGNORED: Mapping[str, str] = {
