@@ -437,7 +437,10 @@ class EagerLatent:
         queries, q = query.split((declared.nope_dim, declared.rope_dim), dim=-1)
         compressed, k = latent[:, None].split((declared.latent_dim, declared.rope_dim), dim=-1)
         q, k = self._turned(q, k, step, pairs=declared.interleaved)
-        return torch.cat([queries, q], dim=-1), torch.cat([compressed, k], dim=-1)
+        query = torch.cat([queries, q], dim=-1)
+        if declared.query_growth is not None:
+            query = (query * query_growth(step.batch, *declared.query_growth)[:, None, None]).to(query.dtype)
+        return query, torch.cat([compressed, k], dim=-1)
 
     def _turned(self, query: Tensor, key: Tensor, step: SharedInputs, *, pairs: bool) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys. pairs: dimension 2i is rotated with 2i + 1; both are then reordered alike, so that

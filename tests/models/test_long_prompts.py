@@ -23,6 +23,7 @@ NAMES = (
     "gemma4",
     pytest.param("gemma4_experts", marks=pytest.mark.system),
     "axk1",
+    "mistral4",
     "muse_glimmer",
     "mimo_v2",
     "deepseek_v32",

@@ -65,12 +65,22 @@ def other(name: str, kind: str = "Llama", vision_class: str = "", **vision: Any)
     return make
 
 
+LATENT = TEXT | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20,
+}  # fmt: skip
+
+
+def mistral_4() -> Any:
+    vision = transformers.PixtralVisionConfig(**VISION, image_size=28, patch_size=14)
+    text = transformers.Mistral4Config(**LATENT)
+    config = transformers.Mistral3Config(vision_config=vision, text_config=text, tie_word_embeddings=False)
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
 def kimi() -> Any:
-    text = transformers.DeepseekV3Config(
-        **TEXT | {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1},
-        **{"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 24},
-        **{"kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20},
-    )
+    text = transformers.DeepseekV3Config(**LATENT)
     sizes = {"pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1, "patch_size": 14}
     vision = transformers.Kimi_K25VisionConfig(**VISION, **sizes)
     config = transformers.Kimi_K25Config(
@@ -96,6 +106,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "llava with qwen": llava("Qwen2", "LlavaOnevision"),
     "mistral 3": llava("Mistral", "Mistral3"),
     "mistral 3 with ministral 3": llava("Ministral3", "Mistral3"),
+    "mistral 3 with mistral 4": mistral_4,
     "kimi k2.5": kimi,
     "muse glimmer": muse_glimmer,
     "vip llava": other("VipLlava", vision_class="CLIPVisionConfig", image_size=28, patch_size=14),

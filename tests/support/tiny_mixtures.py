@@ -26,6 +26,11 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False
 }  # fmt: skip
 
+MISTRAL_4 = {
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
+
 
 def tiny(name: str, config_class: str = "", **config: Any) -> TinyModel:
     return TinyModel(f"{name}ForCausalLM", config_class or f"{name}Config", SMALL | config, 0.2)
@@ -35,6 +40,9 @@ FAMILIES: dict[str, TinyModel] = {
     "glm4_moe": tiny("Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **DEEPSEEK),
     "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
     "axk1": tiny("AXK1", max_position_embeddings=1024, **LATENT, **DEEPSEEK),
+    "mistral4": tiny(
+        "Mistral4", max_position_embeddings=1024, rope_parameters=MISTRAL_4, **LATENT, **DEEPSEEK,
+    ),
     "dots1": tiny("Dots1", head_dim=16, sliding_window=20, max_window_layers=1, **DEEPSEEK),
     "minimax_m2": tiny("MiniMaxM2", head_dim=16, rotary_dim=8, **EXPERTS),
     "granitemoe": tiny(

@@ -273,6 +273,8 @@ class AttendLatent(Declared):
     up: str
     """Name, without `.weight`, of the up-projection from the compressed vector to keys and values: for each head
     nope_dim rows for its key, then value_dim rows for its value."""
+    query_growth: tuple[int, float, int] | None = None
+    """As of `Attend`."""
 
     @property
     def up_rows(self) -> Axis:

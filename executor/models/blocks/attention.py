@@ -24,6 +24,18 @@ from headrace.executor.models.blocks import (
 from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
+QueryGrowth = tuple[int, float, int] | None
+"""`Attention.query_growth`."""
+
+
+def growth_within(growth: QueryGrowth, longest: int) -> QueryGrowth:
+    """`Attention.query_growth` of contexts up to `longest` tokens: None if queries grow at later positions alone."""
+    return None if growth is None or longest - 1 + growth[2] < growth[0] else growth
+
+
+def why_growth_has_no_program(growth: QueryGrowth) -> str:
+    return "" if growth is None else f"the program scales no queries, which grow from position {growth[0]} on."
+
 
 @dataclass(frozen=True)
 class Attention(Mixer):
@@ -126,9 +138,7 @@ class Attention(Mixer):
 
     def for_context(self, longest: int) -> Self:
         found = super().for_context(longest)
-        if found.query_growth is not None and longest - 1 + found.query_growth[2] < found.query_growth[0]:
-            return replace(found, query_growth=None)  # queries grow at later positions alone
-        return found
+        return replace(found, query_growth=growth_within(found.query_growth, longest))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
         """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then
@@ -199,8 +209,8 @@ class Attention(Mixer):
         norm = Norm.of(spec, spec.names.query_norm, self.head_dim)
         if self.qk_norm == "head" and norm.kind == "layer" and not norm.affine:
             return "the program norms queries and keys by layer norms with weights alone."
-        if self.query_growth is not None:
-            return f"the program scales no queries, which grow from position {self.query_growth[0]} on."
+        if why := why_growth_has_no_program(self.query_growth):
+            return why
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import (
@@ -19,6 +19,7 @@ from headrace.executor.models.blocks import (
     Norm,
     rounded_up,
 )
+from headrace.executor.models.blocks.attention import growth_within, why_growth_has_no_program
 from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
@@ -47,6 +48,8 @@ class LatentAttention(Mixer):
     """Whether the down-projections and the output projection have biases."""
     head_gate: bool = False
     """Whether each head's result is multiplied by a gate of its own."""
+    query_growth: tuple[int, float, int] | None = None
+    """As of `Attention`."""
     sliding_window: None = None
 
     @property
@@ -76,6 +79,7 @@ class LatentAttention(Mixer):
             rope=self.rope,
             interleaved=self.interleaved,
             up=names.latent_up,
+            query_growth=self.query_growth,
         )
         values = Axis(self.num_heads * self.value_dim, unit=self.value_dim)
         if self.head_gate:
@@ -96,6 +100,10 @@ class LatentAttention(Mixer):
         if gate is not None:
             attended = ops.compute(held["gated"], attended, gate)
         return [ops.product(held["output"], attended)]
+
+    def for_context(self, longest: int) -> Self:
+        found = super().for_context(longest)
+        return replace(found, query_growth=growth_within(found.query_growth, longest))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> LatentAttention:
         """Pads heads to a multiple of tp_size: ranks divide the heads, and each has the whole compressed vectors."""
@@ -121,4 +129,9 @@ class LatentAttention(Mixer):
                 return f"latent attention's {name} must be at least 1, got {getattr(self, name)}"
         if self.rope.rotary_dim != self.rope_dim:
             return f"{self.rope.rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
+        if self.query_growth is not None and self.query_growth[0] < 1:
+            return f"queries that grow every {self.query_growth[0]} positions; it must be at least 1"
         return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return why_growth_has_no_program(self.query_growth)

@@ -20,7 +20,6 @@ _LACKING = {
     "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "MiMoV2ForCausalLM": _REMOTE,
-    "MistralLarge3ForCausalLM": "latent attention whose queries grow with positions",
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "PanguProMoEV2ForCausalLM": _REMOTE,
     "PanguUltraMoEForCausalLM": _REMOTE,

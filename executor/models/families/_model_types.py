@@ -97,6 +97,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
         "ministral": "MinistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
         "mistral": "MistralForCausalLM",
         "mistral3": "Mistral3ForConditionalGeneration",
         "mixtral": "MixtralForCausalLM",

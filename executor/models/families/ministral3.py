@@ -30,19 +30,23 @@ ROPE: dict[str, Any] = {
 def build(config: Config) -> ArchSpec:
     if not rope_section(config):
         config = config | {"rope_parameters": ROPE}
-    given = rope_section(config)
     head_dim = head_dim_of(config, None if "head_dim" in config else 128)
     layer = Positions(rope(config, head_dim, 1_000_000.0), optional_integer(config, "sliding_window"))
-    growth = None
-    if given.get("llama_4_scaling_beta") is not None:
-        growth = integer(given, "original_max_position_embeddings"), number(given, "llama_4_scaling_beta"), 0
     return llama_like(
         config,
         positions=[layer] * integer(config, "num_hidden_layers"),
         head_dim=head_dim,
-        attention={"query_growth": growth},
+        attention={"query_growth": query_growth(config)},
         default_context=262_144,
     )
+
+
+def query_growth(config: Config) -> tuple[int, float, int] | None:
+    """`Attention.query_growth` as the rotation's section has it."""
+    given = rope_section(config)
+    if given.get("llama_4_scaling_beta") is None:
+        return None
+    return integer(given, "original_max_position_embeddings"), number(given, "llama_4_scaling_beta"), 0
 
 
 FAMILY = Family(
