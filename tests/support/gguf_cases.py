@@ -170,6 +170,7 @@ CASES: dict[str, Source] = {
     ),
     "granite": plain("granite"),
     "granite, biases": plain("granite_biases"),
+    "jais2": plain("jais2"),
     "mpt": plain("mpt"),
     "nemotron": plain("nemotron"),
     "olmo": plain("olmo"),

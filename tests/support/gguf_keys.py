@@ -71,7 +71,7 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     if (theta := rope.get("rope_theta", config.get("rope_theta"))) is not None:
         writer.add_rope_freq_base(theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0
-    if arch not in (*LATENT, "gemma4") and (partial != 1.0 or arch in PERMUTED):
+    if arch not in (*LATENT, "gemma4") and (partial != 1.0 or arch == "jais2" or arch in PERMUTED):
         writer.add_rope_dimension_count(int(partial * head_dim))
     if arch not in (*LATENT, "gemma4") and (arch in OWN_HEADS or head_dim * heads != hidden):
         writer.add_key_length(head_dim)

@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "InternLM2ForCausalLM": "internlm2",
+    "Jais2ForCausalLM": "jais2",
     "JambaForCausalLM": "jamba",
     "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",

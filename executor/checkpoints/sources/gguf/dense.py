@@ -386,6 +386,7 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=granite),
         "hunyuan-dense": GGUFArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", extra=hunyuan),
         "internlm2": GGUFArchitecture("InternLM2ForCausalLM", "internlm2", permuted=True, extra=_internlm2),
+        "jais2": GGUFArchitecture("Jais2ForCausalLM", "jais2", extra=_squared_relu),
         "llama": GGUFArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=biases),
         "minicpm": GGUFArchitecture("MiniCPMForCausalLM", "minicpm", permuted=True, extra=_minicpm),
         "minicpm3": GGUFArchitecture("MiniCPM3ForCausalLM", "minicpm3", extra=_minicpm3),
