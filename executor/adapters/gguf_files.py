@@ -133,7 +133,7 @@ def _modules(header: GGUFHeader, spec: ArchSpec) -> dict[str, AdapterModule]:
             f"{printable(shown)}"
         )
     of_a = {name: _first(firsts[record.name.removesuffix(".lora_b")], name, spec) for name, record in own.items()}
-    a, b = GGUFWeights(header.path, of_a, {}, False), GGUFWeights(header.path, own, _heads(header, spec), False)
+    a, b = GGUFWeights(header.path, of_a, {}, False), GGUFWeights(header.path, own, _permuted(header, spec), False)
     found = dict[str, AdapterModule]()
     for name in own:
         module, _, kind = name.rpartition(".")
@@ -192,11 +192,11 @@ def _fits(header: GGUFHeader, spec: ArchSpec) -> bool:
     )
 
 
-def _heads(header: GGUFHeader, spec: ArchSpec) -> Mapping[str, int]:
+def _permuted(header: GGUFHeader, spec: ArchSpec) -> Mapping[str, int]:
     """As `GGUFWeights` takes them."""
     if not architecture_of(header).permuted:
         return {}
     found: Any = next(layer.mixer for layer in spec.layers if layer.mixer.cache is not None)
     if found.rope is not None and found.rope.interleaved:
         return {}  # the model's own file has the rows in this order too
-    return {spec.names.query: found.num_heads, spec.names.key: found.cache.num_heads}
+    return dict.fromkeys((spec.names.query, spec.names.key), found.cache.key_size)

@@ -235,6 +235,23 @@ def test_routing_that_a_mixture_does_not_compute_is_refused_by_its_key(
         config_from_gguf(header)
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("attention.head_count", [4, 4, 4, 0, 4], "layer 1 has a linear layer in the place of attention"),
+        ("attention.head_count_kv", [4, 0, 2], "heads and feed_forward_length of 3 layers of 5"),
+        ("attention.head_count", [4, 0, 2, 0, 4], "attention.head_count is an array of 5; a single int"),
+    ],
+)
+def test_layers_that_a_deci_file_describes_and_nothing_computes_are_refused(
+    key: str, values: list[int], message: str, tmp_path: Path
+) -> None:
+    header = GGUFHeader(CASES["deci"].make().save(tmp_path / "model.gguf"))
+    header.metadata[f"deci.{key}"] = np.array(values, np.int32)
+    with pytest.raises(ModelError, match=message):
+        config_from_gguf(header)
+
+
 def test_a_yarn_files_attention_factor_multiplies_its_own(tmp_path: Path) -> None:
     keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     own, more = (

@@ -171,6 +171,8 @@ CASES: dict[str, Source] = {
     "granite": plain("granite"),
     "granite, biases": plain("granite_biases"),
     "jais2": plain("jais2"),
+    "deci": published("deci"),
+    "deci, heads": published("deci_heads"),
     "mpt": plain("mpt"),
     "nemotron": plain("nemotron"),
     "olmo": plain("olmo"),

@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 PERMUTED = (
     "llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "olmo",
-    "baichuan", "internlm2", "minicpm", "deepseek", "mistral3", "xverse", "bailingmoe", "exaone",
+    "baichuan", "internlm2", "minicpm", "deepseek", "mistral3", "xverse", "bailingmoe", "exaone", "deci",
 )  # fmt: skip
 LATENT = ("deepseek2", "minicpm3", "kimi-linear")
 OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss")
@@ -55,7 +55,9 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     writer.add_context_length(_context(arch, config))
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(_inner(arch, config, hidden))
-    writer.add_head_count(heads)
+    writer.add_head_count(
+        [heads if keys else 0 for keys in deci_heads(config)] if config.get("block_configs") else heads
+    )
     if arch not in ("gpt2", "mpt", "qwen"):
         writer.add_head_count_kv(1 if arch in ("deepseek2", "starcoder") else _groups(arch, config, heads))
     if arch in ("qwen", "exaone") or arch.startswith("nemotron_h"):
@@ -148,6 +150,9 @@ def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
         return [inner if layer < first else 2 * inner for layer in range(layers)]
     if arch == "dbrx":
         return int(config["ffn_config"]["ffn_hidden_size"])
+    if arch == "deci" and (blocks := config.get("block_configs")):  # as the converter rounds them
+        factors = [each["ffn"]["ffn_mult"] or 0.0 for each in blocks]
+        return [-(-int(2 * each * hidden / 3) // 256) * 256 for each in factors]
     if arch == "gemma3n":
         return list(config["intermediate_size"])
     if arch.startswith("nemotron_h"):
@@ -162,6 +167,8 @@ def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
 def _groups(arch: str, config: Config, heads: int) -> int | list[int]:
     if arch.startswith("lfm2"):
         return [0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]]
+    if arch == "deci":
+        return deci_heads(config)
     if (attends := _attends(arch, config)) is not None:
         return [(1 if arch == "kimi-linear" else config["num_key_value_heads"]) if each else 0 for each in attends]
     if arch == "gemma4" and config["num_global_key_value_heads"] is not None:
@@ -175,6 +182,14 @@ def _groups(arch: str, config: Config, heads: int) -> int | list[int]:
     if arch == "falcon":
         return int(config.get("num_kv_heads") or 1) if config["new_decoder_architecture"] else 1
     return heads if arch in ("bloom", "phi2", "gptneox") else int(config.get("num_key_value_heads") or heads)
+
+
+def deci_heads(config: Config) -> list[int]:
+    """DeciLM's key/value heads of each layer; 0 without attention."""
+    if (given := config.get("num_key_value_heads_per_layer")) is not None:
+        return list(given)
+    groups = [each["attention"]["n_heads_in_group"] for each in config["block_configs"]]
+    return [config["num_attention_heads"] // each if each else 0 for each in groups]
 
 
 def _attends(arch: str, config: Config) -> list[bool] | None:

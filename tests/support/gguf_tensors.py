@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from gguf_keys import PERMUTED, first
+from gguf_keys import PERMUTED, deci_heads, first
 from torch import Tensor
 
 Config = Mapping[str, Any]
@@ -266,6 +266,8 @@ def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
         return _multiplied(name, tensor, config)
     if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.T
+    if arch == "deci" and ".k_proj." in name:
+        return _permuted(tensor, deci_heads(config)[int(name.split(".")[2])])
     if arch in PERMUTED and arch != "exaone" and name.split(".")[-2] in ("q_proj", "k_proj"):
         return _permuted(tensor, config[f"num_{'attention' if '.q_proj.' in name else 'key_value'}_heads"])
     return tensor

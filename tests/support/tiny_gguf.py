@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
     "DbrxForCausalLM": "dbrx",
+    "DeciLMForCausalLM": "deci",
     "DeepseekForCausalLM": "deepseek",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",

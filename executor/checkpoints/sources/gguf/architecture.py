@@ -45,7 +45,8 @@ class GGUFArchitecture:
     whole: Callable[[Fields], dict[str, Any]] | None = None
     """Gives the config of an architecture without attention, which has no common fields besides those of tokens."""
     key_heads_differ: bool = False
-    """Whether `extra` reads the number of key/value heads, which layers may differ in."""
+    """Whether `extra` reads the number of key/value heads, which layers may differ in; it may be 0, and that of heads
+    then too."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The model's names of a layer's tensors that gguf's tables lack, by those in the file without `blk.N.`; either
     both complete, or both without what follows the last dot."""

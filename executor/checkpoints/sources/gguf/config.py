@@ -70,7 +70,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         own |= architecture.whole(fields)
         fields.check_unread()
         return own | _token_ids(header)
-    num_heads = fields.count("attention.head_count", most=MOST["num_attention_heads"])
+    num_heads = _query_heads(fields, architecture)
     hidden_size = fields.count("embedding_length")
     num_layers = fields.count("block_count", most=MOST["num_hidden_layers"]) - fields.integer("nextn_predict_layers", 0)
     if num_layers < 1:
@@ -106,6 +106,16 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     _expect_common(fields, config)
     fields.check_unread()
     return config | _token_ids(header)
+
+
+def _query_heads(fields: Fields, architecture: GGUFArchitecture) -> int:
+    """Attention heads of the layers that have attention; a file may say 0 of the others. Raises ModelError if these
+    differ."""
+    found = fields.integers("attention.head_count") if architecture.key_heads_differ else 0
+    counts = set(found) - {0} if isinstance(found, list) else set()
+    if len(counts) == 1:
+        return counts.pop()
+    return fields.count("attention.head_count", most=MOST["num_attention_heads"])
 
 
 def _key_heads(fields: Fields, architecture: GGUFArchitecture, num_heads: int) -> int:

@@ -87,6 +87,33 @@ def _squared_relu(fields: Fields, config: Config) -> dict[str, Any]:
     return biases(fields, config) | {"hidden_act": "relu2"}
 
 
+def _deci(fields: Fields, config: Config) -> dict[str, Any]:
+    """Sizes of 0 say that a layer has no attention or no FFN. Raises ModelError."""
+    count, inner = config["num_hidden_layers"], config["intermediate_size"]
+    heads, key_heads = (fields.integers(f"attention.{each}") for each in ("head_count", "head_count_kv"))
+    lists = ([each] * count if isinstance(each, int) else each for each in (heads, key_heads, inner))
+    layers, blocks = list(zip(*lists, strict=False)), []
+    if len(layers) != count:
+        raise ModelError(f"{fields.header.path}: heads and feed_forward_length of {len(layers)} layers of {count}")
+    for index, (own, keys, size) in enumerate(layers):
+        if own and not keys:
+            raise ModelError(
+                f"{fields.header.path}: layer {index} has a linear layer in the place of attention (head_count {own}, "
+                "head_count_kv 0), which is not supported"
+            )
+        attention = {"n_heads_in_group": own // keys} if keys else {"no_op": True}
+        blocks.append({"attention": attention, "ffn": {"intermediate_size": size} if size else {"no_op": True}})
+    return {
+        "block_configs": blocks,
+        "intermediate_size": None,
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "attention_bias": fields.any_layer_holds("attn_q.bias"),
+        "attention_out_bias": fields.any_layer_holds("attn_output.bias"),
+        "mlp_bias": fields.any_layer_holds("ffn_down.bias"),
+    }
+
+
 def _clipped(fields: Fields, config: Config) -> dict[str, Any]:
     return {"clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None}
 
@@ -362,6 +389,7 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         ),
         "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", extra=_cohere2),
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
+        "deci": GGUFArchitecture("DeciLMForCausalLM", "deci", permuted=True, key_heads_differ=True, extra=_deci),
         "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),
         "exaone": GGUFArchitecture("ExaoneForCausalLM", "exaone"),
         "exaone4": GGUFArchitecture("Exaone4ForCausalLM", "exaone4", extra=_exaone4),

@@ -96,11 +96,11 @@ class GGUFFile:
 
         config = self.config
         spec = spec_from_config(config)
-        heads = {}
+        permuted = {}
         if self.architecture.permuted:
-            heads = {spec.names.query: config["num_attention_heads"], spec.names.key: config["num_key_value_heads"]}
+            permuted = dict.fromkeys((spec.names.query, spec.names.key), config["head_dim"])
         records = records_by_name(self.header, self.tensors, spec, self.architecture)
-        weights = Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms))
+        weights = Weights(GGUFWeights(self.path, records, permuted, self.architecture.offset_norms))
         return _with_score(joined_latent(spec, weights)) if config.get(YES_NO_SCORE) else joined_latent(spec, weights)
 
     @cached_property
@@ -155,12 +155,12 @@ class GGUFWeights(WeightSource):
     """A file's tensors. Parts of quantised ones are float32, of others of their own type."""
 
     def __init__(
-        self, path: Path, records: Mapping[str, TensorRecord], permuted_heads: Mapping[str, int], offset_norms: bool
+        self, path: Path, records: Mapping[str, TensorRecord], permuted: Mapping[str, int], offset_norms: bool
     ) -> None:
-        """records: by Hugging Face name. permuted_heads: number of heads of each projection whose rows are reordered,
+        """records: by Hugging Face name. permuted: rows of a head of each projection whose rows are reordered,
         by its name relative to a layer's prefix. offset_norms: as in `GGUFArchitecture`."""
         self._path, self._records = path, dict(records)
-        self._permuted_heads, self._offset_norms = permuted_heads, offset_norms
+        self._permuted, self._offset_norms = permuted, offset_norms
         self._check_types()
 
     def _check_types(self) -> None:
@@ -229,13 +229,13 @@ class GGUFWeights(WeightSource):
         In a head of d rows, rows i and i + d/2 are rotated together; the file has them at 2i and 2i + 1.
         """
         stem = name.rpartition(".")[0]
-        heads = next((count for each, count in self._permuted_heads.items() if stem.endswith(f".{each}")), None)
-        if heads is None:
+        size = next((rows for each, rows in self._permuted.items() if stem.endswith(f".{each}")), None)
+        if size is None:
             return None
         num_rows = self._records[name].shape[0]
-        if num_rows % (2 * heads):
-            raise ModelError(f"{self._path}: {name} has {num_rows} rows, which {heads} heads cannot share in pairs")
-        return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        if size % 2 or num_rows % size:
+            raise ModelError(f"{self._path}: {name} has {num_rows} rows, which are no pairs in heads of {size}")
+        return np.arange(num_rows).reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _is_offset(self, name: str) -> bool:
         return self._offset_norms and name.endswith("norm.weight") and not name.endswith(PLAIN_NORM)
