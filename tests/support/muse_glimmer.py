@@ -26,4 +26,4 @@ class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel, transformers.Gener
         return CausalLMOutputWithPast(logits=torch.tanh(logits * self.config.output_multiplier / cap) * cap)
 
 
-transformers.MuseGlimmerForCausalLM = MuseGlimmerForCausalLM
+vars(transformers)[MuseGlimmerForCausalLM.__name__] = MuseGlimmerForCausalLM
