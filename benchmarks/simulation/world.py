@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool

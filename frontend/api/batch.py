@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headrace.frontend.client.client import RequestClient
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.outputs import RequestOutput

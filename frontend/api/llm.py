@@ -61,7 +61,7 @@ from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_argumen
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.client.request_stream import RequestStream
     from headrace.frontend.text.chat_template import Message
     from headrace.frontend.tracing.tracer import Tracer
     from headrace.frontend.vllm.engine_keywords import EngineOptions

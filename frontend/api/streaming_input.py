@@ -22,7 +22,7 @@ from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 
 if TYPE_CHECKING:
     from headrace.frontend.client.client import RequestClient
-    from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.client.request_stream import RequestStream
 
 MOST_WAITING = 64
 """Most pieces that are read ahead from the generator while earlier ones are being answered."""

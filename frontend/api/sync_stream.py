@@ -10,7 +10,7 @@ from typing import Any
 from headrace.frontend.client.background import BackgroundLoop, take
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.one_process import OneProcess
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
 

@@ -16,7 +16,7 @@ from headrace import __version__
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, is_local, listener_of
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.tokenizers_in_advance import take
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput, SeveralOutputs

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.client.request_stream import RequestStream
 
 Block: TypeAlias = "memoryview[float] | list[float]"
 Histograms = Mapping[str, tuple[tuple[float, ...], str]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
 from headrace.ipc.adapters import AdapterUse
 from headrace.ipc.codec import Tensor

@@ -15,7 +15,7 @@ from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.client.request_stream import RequestStream
     from headrace.frontend.fleet.adapters import FleetAdapters
     from headrace.frontend.fleet.pool import EnginePool
 

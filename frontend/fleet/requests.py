@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from headrace.frontend.client.request import RequestListener, RequestStream
 from headrace.frontend.client.request_metrics import Meters, RequestCounts
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.fleet.decisions import (
     ANYWHERE,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.tracing.options import details_of
 from headrace.ipc.codec import Tensor

@@ -23,7 +23,7 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestE
 from headrace.ipc.messages import GetStats
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.client.request_stream import RequestStream
     from headrace.frontend.fleet.pool import EnginePool
     from headrace.frontend.vllm.engine_config import EngineConfig
     from headrace.ipc.messages import EngineStats

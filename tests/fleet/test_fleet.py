@@ -18,7 +18,7 @@ from fleet_parts import Session
 from headrace import SamplingParams, StructuredOutputsParams
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.checks import check

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from headrace import LLM, BeamSearchParams, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CoreClient, CoreListener
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.decisions import Affinity

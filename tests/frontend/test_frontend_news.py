@@ -12,8 +12,8 @@ from null_with_tokenizer import BACKEND
 from source_tree import PYTHONPATH
 
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
-from headrace.frontend.client.request import RequestStream, one_row
 from headrace.frontend.client.request_metrics import INTER_TOKEN, INTER_TOKEN_SUM, RequestMeter
+from headrace.frontend.client.request_stream import RequestStream, one_row
 from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
 from headrace.frontend.fleet.decisions import RoutedRequest
 from headrace.frontend.request.checks import CheckedRequest

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace import RequestOutput, RequestOutputKind, SamplingParams
-from headrace.frontend.client.request import RequestListener, RequestStream
+from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.prompts import Prompt

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.core.engine.outputs import StepEvents, drop_departed, gather_prompt_logprobs
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt

@@ -19,7 +19,7 @@ from patience import wait_until
 from served_routes import ROUTES
 from server_here import MODEL, ServerHere, serving_here
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.http.apis.openai import prompts
 from headrace.frontend.http.process import server as http_process
 from headrace.frontend.http.process.options import ServeOptions

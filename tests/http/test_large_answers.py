@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.http.apis.openai import answer as answers
 from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, encoded, prompt_is_told
 from headrace.frontend.http.apis.openai.bodies import (

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.http.server.connection import Connection
 from headrace.ipc.failure import let_interrupts_pass
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestListener, RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestListener, RequestStream, SequenceState
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.ipc.process.log import FIELDS, printable
 
 if TYPE_CHECKING:

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search
-from headrace.frontend.client.request import LogprobRow, RequestListener, RequestStream, SequenceState, nth_row, one_row
+from headrace.frontend.client.request_stream import (
+    LogprobRow,
+    RequestListener,
+    RequestStream,
+    SequenceState,
+    nth_row,
+    one_row,
+)
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.checks import CheckedRequest, ModelFacts

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.http.apis.anthropic.tools import UNRESOLVED
 from headrace.frontend.http.apis.openai.answer import AnswerContext, TextAnswer
 from headrace.frontend.http.apis.responses.items import as_encrypted

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.anthropic.answer import call_input
 from headrace.frontend.http.apis.ollama.embeddings import (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import (
     ChatChoice,

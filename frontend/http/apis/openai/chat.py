@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import (
     AnswerContext,

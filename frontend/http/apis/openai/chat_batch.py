@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import encoded
 from headrace.frontend.http.apis.openai.bodies import ChatResponse, CompletionTokensDetails, PromptTokensDetails, Usage

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text
 from headrace.frontend.http.apis.pooling.conversations import TextFields

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.http.apis.openai.answer import TextAnswer
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest
