@@ -104,9 +104,9 @@ release-check:
 docs: install
 	$(BIN)/python -m headrace.core.options.document
 	$(BIN)/python -m headrace.frontend.vllm.stubs
-	$(BIN)/python -m headrace.frontend.http.server.dashboard
 	$(BIN)/python -m headrace.executor.checkpoints.formats.document
 	PYTHONPATH=tests/support $(BIN)/python tests/models/models_document.py
+	$(BIN)/python docs_site/dashboard.py
 	$(BIN)/python docs_site/reference.py
 	$(BIN)/python docs_site/plots.py
 

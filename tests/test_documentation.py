@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from server_here import serving_here
-from source_tree import ROOT
+from source_tree import ROOT, docs_program
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -22,25 +19,15 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
 
-def program(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", ROOT / "docs_site" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_reference_is_what_the_declarations_make() -> None:
-    pages = program("reference").pages()
+    pages = docs_program("reference").pages()
     assert {path.name for path in (DOCS / "reference").glob("*.md")} == pages.keys()
     stale = [name for name, text in pages.items() if (DOCS / "reference" / name).read_text(encoding="utf-8") != text]
     assert not stale, "run make docs"
 
 
 def test_the_measured_figures_are_those_of_the_results() -> None:
-    plots = program("plots")
+    plots = docs_program("plots")
     assert plots.PAGE.read_text(encoding="utf-8") == plots.page(), "run make docs"
     for plot in plots.plots():
         drawn = (plots.PLOTS / f"{plot.name}.svg").read_text(encoding="utf-8")

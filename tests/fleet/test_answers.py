@@ -9,7 +9,7 @@ import peft_adapters
 import tiny_models
 
 from headrace import LLM, LoRARequest, SamplingParams
-from headrace.frontend.fleet.answers import combined
+from headrace.frontend.fleet.engines import combined
 from headrace.ipc.adapters import AdapterStats
 from headrace.ipc.messages import EngineStats, EngineTimes
 

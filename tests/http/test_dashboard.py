@@ -15,12 +15,13 @@ from http_server import ask, serving
 from patience import wait_until
 from prometheus import prometheus
 from server_here import serving_here
+from source_tree import docs_program
 
-from headrace.frontend.http.server.dashboard import FILE, dashboard, text
+DASHBOARD = docs_program("dashboard")
 
 QUERIES = [
     (panel["title"], target["expr"])
-    for panel in dashboard()["panels"]
+    for panel in DASHBOARD.dashboard()["panels"]
     if panel["type"] != "row"
     for target in panel["targets"]
 ]
@@ -29,8 +30,8 @@ NEEDS_MORE = ("eplb_", "spec_decode_", "admission_", "adapter", "kv_block_", "es
 
 
 def test_the_file_is_what_the_declarations_make() -> None:
-    assert FILE.read_text() == text(), "run make docs"
-    panels = json.loads(FILE.read_text())["panels"]
+    assert DASHBOARD.FILE.read_text() == DASHBOARD.text(), "run make docs"
+    panels = json.loads(DASHBOARD.FILE.read_text())["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
     for panel in panels:

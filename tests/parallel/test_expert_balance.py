@@ -30,7 +30,7 @@ from headrace.executor.parallel.load_balancing.placement import Placement, copie
 from headrace.executor.parallel.rank_place import RankCoordinates, World
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.frontend.client.engine_metrics import Gauge
-from headrace.frontend.fleet.answers import combined
+from headrace.frontend.fleet.engines import combined
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import EngineStats, ExpertBalance
 from headrace.ipc.step import StepResult

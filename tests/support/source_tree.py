@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("headrace", "ipc", "core", "executor", "kernels", "frontend")
@@ -92,3 +94,14 @@ def _names(node: ast.stmt) -> set[str]:
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def docs_program(name: str) -> ModuleType:
+    """A program of docs_site/, which is no package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", ROOT / "docs_site" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -9,13 +9,13 @@ from typing import Any, Protocol, TypeVar
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
-from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import AccessControl, Keys
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.api import Api, ApiState
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.decoding.known_fields import Body, others_of
+from headrace.frontend.http.server.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.errors import ApiError, unavailable
 from headrace.frontend.http.server.event_stream import KeepAlive
 from headrace.frontend.http.server.exchange import Exchange, LargeBodies

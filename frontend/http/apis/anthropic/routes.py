@@ -20,10 +20,10 @@ from headrace.frontend.http.apis.openai.bodies import ModelCard
 from headrace.frontend.http.apis.openai.chat import ChatParts, count_prompt
 from headrace.frontend.http.apis.openai.requests import RANK_HEADER, take_rank
 from headrace.frontend.http.apis.openai.routes import model_card, served_names
-from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, UNAVAILABLE, get, post

@@ -29,8 +29,8 @@ from headrace.frontend.http.apis.files.store import (
 )
 from headrace.frontend.http.apis.files.turns import Turns
 from headrace.frontend.http.apis.responses.routes import ResponsesState
-from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.server.api import ApiState
+from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.shared_database import StoreError
 from headrace.frontend.http.server.state import ServerState

@@ -25,10 +25,10 @@ from headrace.frontend.http.apis.files.store import (
     no_room,
 )
 from headrace.frontend.http.apis.files.upload import Upload
-from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.decoder import decode_query
+from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.route_spec import RouteSpec, get, post

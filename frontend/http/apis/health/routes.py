@@ -8,8 +8,8 @@ import msgspec
 
 import headrace
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.process.engines import why_unavailable
 from headrace.frontend.http.server.access import Access
+from headrace.frontend.http.server.engines import why_unavailable
 from headrace.frontend.http.server.errors import unavailable
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.openapi import docs_page, document

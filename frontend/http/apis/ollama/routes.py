@@ -46,10 +46,10 @@ from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.apis.pooling.pooled import Caller
-from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.server.event_stream import StreamForm
 from headrace.frontend.http.server.exchange import Exchange

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING
 
 from headrace.frontend.api.beam_search import BeamSearchParams, check_width
 from headrace.frontend.http.apis.openai.requests import CompletionRequest, GenerationRequest
@@ -12,9 +11,6 @@ from headrace.frontend.http.server.selection import OutputSelection
 from headrace.frontend.request.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
-
-if TYPE_CHECKING:
-    pass
 
 BEAMS_READ = frozenset(
     {

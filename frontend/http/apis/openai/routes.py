@@ -38,11 +38,11 @@ from headrace.frontend.http.apis.openai.requests import (
     take_rank,
 )
 from headrace.frontend.http.apis.openai.tool_choice import check_tools
-from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.engines import engine_for, why_unavailable
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest

@@ -12,7 +12,7 @@ from headrace.frontend.client.engine_metrics import kv_use
 from headrace.frontend.client.request_metrics import REQUEST_HISTOGRAMS
 from headrace.frontend.fleet.engine import SILENT_AFTER_S, Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.process.engines import failure_of
+from headrace.frontend.http.server.engines import failure_of
 from headrace.frontend.http.server.errors import without_own_names
 from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.messages import EngineStats

@@ -28,11 +28,11 @@ from headrace.frontend.http.apis.tei.requests import (
     prepare_rerank,
     prepare_similarity,
 )
-from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest

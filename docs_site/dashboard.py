@@ -1,6 +1,5 @@
-"""The Grafana dashboard in docs/deploy/grafana.json, generated from the declarations of metrics:
-
-    python -m headrace.frontend.http.server.dashboard
+"""Writes the Grafana dashboard `docs/deploy/grafana.json` from the declarations of metrics:
+`python docs_site/dashboard.py` (`make docs`).
 
 A gauge is drawn as it is, a counter as its growth per second, a histogram as three percentiles. Each metric has a panel
 whose title is its name and whose description is its help text.
@@ -17,7 +16,7 @@ from headrace.frontend.client.engine_metrics import ENGINE_HISTOGRAMS, ENGINE_ME
 from headrace.frontend.client.request_metrics import REQUEST_HISTOGRAMS, SUCCESS
 from headrace.frontend.http.server.metrics import ROUTER_COUNTERS
 
-FILE = Path(__file__).parents[3] / "docs/deploy/grafana.json"
+FILE = Path(__file__).parents[1] / "docs/deploy/grafana.json"
 _PREFIX = "${prefix}:"
 _FILTER = 'model_name=~"$model", engine=~"$engine"'
 _SHARES = (0.5, 0.9, 0.99)
