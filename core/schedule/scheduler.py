@@ -157,15 +157,23 @@ class Scheduler:
         self.features: list[StepFeature] = []
         """In the order in which their hooks are called."""
         self._hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _HOOKS}
-        """By name, those of the features that have it."""
+        """By name, those of the features that are in use and have it."""
+        self._used: list[StepFeature] = []
+        self._unused: list[StepFeature] = []
+        """Features that no request has needed yet."""
         self._failed: dict[Request, str] = {}
 
     def add_feature(self, feature: StepFeature) -> None:
         """Call it before the first request is added."""
         self.features.append(feature)
         feature.bind(Context(self.rows, self.tables, self.features, self._hashes, self._failed.setdefault))
+        self._use([*self._unused, feature] if type(feature).needed_by is not StepFeature.needed_by else self._unused)
+
+    def _use(self, unused: list[StepFeature]) -> None:
+        """Calls the hooks of all features but these from now on."""
+        self._unused, self._used = unused, [each for each in self.features if each not in unused]
         self._hooks = {
-            name: [getattr(each, name) for each in self.features if getattr(type(each), name) is not default]
+            name: [getattr(each, name) for each in self._used if getattr(type(each), name) is not default]
             for name, default in _HOOKS.items()
         }
 
@@ -178,6 +186,9 @@ class Scheduler:
         has_begun = len(request.token_ids) > request.num_prompt_tokens
         order = order_of(self.config.policy, priority, request.arrival, has_begun=has_begun)
         request.order = (self.waiting.era, *order)
+        needed = [each for each in self._unused if each.needed_by(request)]
+        if needed:
+            self._use([each for each in self._unused if each not in needed])
         self.waiting.push(request)
         self.settle(ended=True)
 
@@ -296,7 +307,7 @@ class Scheduler:
         if num_aside and any(request.num_passed >= MOST_STEPS_PASSED for request in self.waiting.aside):
             return
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
-            if self._is_refused_still(request) or most == 0:
+            if most == 0 or self._refusal.stands(request, self.num_running):
                 break
             if bars and any(bar(request) for bar in bars):
                 if request.num_passed >= MOST_STEPS_PASSED or num_aside == LOOKED_PAST:
@@ -346,10 +357,6 @@ class Scheduler:
         growth = self.num_running * self.tables.num_growing  # each may need one more block before this request ends
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
-    def _is_refused_still(self, request: Request) -> bool:
-        """Whether nothing relevant has changed since the request was refused, so that looking it up again is futile."""
-        return self._refusal.stands(request, self.num_running)
-
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """Gives the rest of the budget to prompts that were limited to a share of it."""
         for row in list(builder.granted):
@@ -390,7 +397,7 @@ class Scheduler:
         quiet = [steps for hook in self._hooks["quiet_steps"] if (steps := hook(plan)) is not None]
         if 0 in quiet:
             return None
-        repeated = [(feature, each) for feature in self.features if (each := feature.repeated(plan)) is not None]
+        repeated = [(feature, each) for feature in self._used if (each := feature.repeated(plan)) is not None]
         renewed = {kind for feature, _ in repeated for kind in feature.attaches}
         if not renewed.issuperset(map(type, plan.attachments)):  # something would be missing from the next plan
             return None

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from headrace.core.engine.sessions import ClientGone
 from headrace.core.schedule.block_tables import PrefixHit
+from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, prefill_share
+from headrace.core.schedule.refusal import Refusal
 from headrace.core.schedule.requests import Request, WaitingQueue
 from headrace.core.schedule.scheduler import HASHED_AT_ONCE, Scheduler, SchedulerConfig
 from headrace.executor.testing.null import NullExecutor, NullModel
@@ -27,15 +29,21 @@ def model(**changes: object) -> NullModel:
 @pytest.fixture(autouse=True, scope="module")
 def every_remembered_refusal_holds():
     """What is not looked up again could not have been admitted."""
-    remembered = Scheduler._is_refused_still
+    stands, admit, admitting = Refusal.stands, Scheduler._admit_waiting, list[Scheduler]()
 
-    def checked(scheduler, request):
-        is_refused = remembered(scheduler, request)
+    def noted(scheduler: Scheduler, builder: PlanBuilder) -> None:
+        admitting[:] = [scheduler]
+        admit(scheduler, builder)
+
+    def checked(refusal: Refusal, request: Request, num_running: int) -> bool:
+        is_refused = stands(refusal, request, num_running)
+        (scheduler,) = admitting
         assert not is_refused or scheduler._lacks_blocks(request, Scheduler._look_up(scheduler, request))
         return is_refused
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_is_refused_still", checked)
+        patch.setattr(Scheduler, "_admit_waiting", noted)
+        patch.setattr(Refusal, "stands", checked)
         yield
 
 

@@ -17,6 +17,7 @@ from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.features.chosen import attached_kinds, features_of
 from headrace.core.schedule.features.contained import CONCERNED, contain
 from headrace.core.schedule.features.feature import NOTHING_NOW, Followed, Repeated, StepFeature
+from headrace.core.schedule.requests import Request
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.repeated_decode import ContinuedDecode
 from headrace.executor.placement.step_codec import StepCodec
@@ -161,7 +162,7 @@ def raising(hook: str, num_rows: int) -> StepFeature:
     [
         *((each, 6) for each in ("waits", "propose", "seal", "quiet_steps", "repeated", "follow", "take")),
         *((each, 6) for each in ("attachment", "take_again")),
-        *(("postpones", 1), ("cut", 1), ("leave", 0)),
+        *(("needed_by", 1), ("postpones", 1), ("cut", 1), ("leave", 0)),
     ],
 )
 def test_a_hook_that_raises_fails_the_requests_that_it_was_called_for_and_no_other(
@@ -203,6 +204,39 @@ def test_a_drafter_of_a_feature_that_raises_drafts_nothing(method: str) -> None:
     core.loop.scheduler.add_feature(contain(feature, "lab"))
     assert answers(core) == plain
     assert called
+
+
+class OfLongPrompts(StepFeature):
+    def __init__(self) -> None:
+        self.sealed: list[list[int]] = []
+        self.left: list[int] = []
+
+    def needed_by(self, request: Request) -> bool:
+        return request.num_prompt_tokens > 2
+
+    def seal(self, plan: StepPlan) -> StepPlan:
+        self.sealed.append(plan.rows.tolist())
+        return plan
+
+    def leave(self, row: int) -> None:
+        self.left.append(row)
+
+
+def test_a_feature_is_called_from_the_first_request_on_that_needs_it_and_for_all_rows() -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    core, feature = SteppedCore(async_scheduling=False), OfLongPrompts()
+    core.loop.scheduler.add_feature(feature)
+    assert answers(core) == plain
+    assert not feature.sealed
+    assert not feature.left
+    client = core.open()
+    client.add(0, [5, 6], max_tokens=9, ignore_eos=True)
+    for _ in range(4):
+        core.loop.turn()
+    client.add(1, [5, 6, 7], max_tokens=9, ignore_eos=True)
+    core.run_until_idle()
+    assert {len(rows) for rows in feature.sealed} == {1, 2}
+    assert len(feature.left) == 2
 
 
 def test_a_feature_of_ones_own_may_draft() -> None:

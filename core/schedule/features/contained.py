@@ -21,6 +21,7 @@ from headrace.ipc.step import Attachment, StepPlan
 
 logger = logging.getLogger(__name__)
 CONCERNED: dict[str, Callable[..., Iterable[int | Request]]] = {
+    "needed_by": lambda request: (request,),
     "bars": lambda request: (request,),
     "postpones": lambda request, hit: (request,),
     "enter": lambda row: (row,),

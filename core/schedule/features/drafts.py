@@ -20,6 +20,7 @@ from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.drafters.step_costs import StepCosts
 from headrace.core.schedule.features.feature import Context, StepFeature
 from headrace.core.schedule.plan_builder import PlanBuilder
+from headrace.core.schedule.requests import Request
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 
@@ -63,6 +64,11 @@ class Drafting(StepFeature):
 
     def _asked(self) -> tuple[Drafter, ...]:
         return self._own if np.count_nonzero(self.context.rows.active) <= self._most_running else ()
+
+    def needed_by(self, request: Request) -> bool:
+        return bool(self._own) or any(
+            each.drafter is not None and each.needed_by(request) for each in self.context.features
+        )
 
     # --- planning -----------------------------------------------------------------------------------------------
 

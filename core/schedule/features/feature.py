@@ -4,6 +4,8 @@ The scheduler decides which tokens of which rows a step computes. Everything els
 draft tokens (`drafts.py`), grammar masks (`grammar_masks.py`), and those of other packages. The scheduler calls the
 hooks of all its features, in the order in which they were added, and knows none of them by name:
 
+    a request is queued
+                needed_by  whether it needs the feature, whose other hooks are not called before one does
     schedule    bars       whether the next request cannot run beside the rows that run
                 postpones  whether it had better be admitted later
                 enter      a request has got a row
@@ -103,6 +105,11 @@ class StepFeature:
     def bind(self, context: Context) -> None:
         """Called once, before any other hook."""
         self.context = context
+
+    def needed_by(self, request: Request) -> bool:
+        """Whether the feature has anything to do for the request. Its other hooks are called from the first such
+        request on, also for the rows that run then, whose `enter` it has not seen."""
+        return True
 
     # --- planning -----------------------------------------------------------------------------------------------
 

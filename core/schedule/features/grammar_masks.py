@@ -20,7 +20,7 @@ import numpy as np
 
 from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
 from headrace.core.schedule.features.feature import Context, Followed, Repeated, StepFeature
-from headrace.core.schedule.requests import RowTable
+from headrace.core.schedule.requests import Request, RowTable
 from headrace.core.structured_output.backend import Matcher
 from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import InconsistentError
@@ -54,6 +54,9 @@ class GrammarMasks(StepFeature):
     def bind(self, context: Context) -> None:
         super().bind(context)
         self._forced.bind(context.rows)
+
+    def needed_by(self, request: Request) -> bool:
+        return request.matcher is not None
 
     # --- planning -----------------------------------------------------------------------------------------------
 
