@@ -105,15 +105,14 @@ class RequestBatch(RequestListener):
             if not self._running and time.monotonic() < self._retry_at_s:
                 return
             self._retry_at_s = None
-        with self._client.together() if self._requests[0].pool is not None else contextlib.nullcontext():
-            while self._waiting and len(self._running) < self._most_running and self._error is None:
-                index = heapq.heappop(self._waiting)
-                try:
-                    stream = self._client.submit(self._requests[index], self)
-                except QueueFullError as error:
-                    self._refused(index, error)
-                    break
-                self._running[stream] = index
+        while self._waiting and len(self._running) < self._most_running and self._error is None:
+            index = heapq.heappop(self._waiting)
+            try:
+                stream = self._client.submit(self._requests[index], self)
+            except QueueFullError as error:
+                self._refused(index, error)
+                break
+            self._running[stream] = index
 
     async def _wait(self) -> None:
         """Waits until a request has ended, or until it is time to try again."""

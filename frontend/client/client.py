@@ -61,10 +61,6 @@ class RequestClient(ModelFacts, Protocol):
 
     def submit(self, request: CheckedRequest, listener: RequestListener | None = None) -> RequestStream: ...
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """Requests that pool and are submitted within the block go to their engine as few messages."""
-        ...
-
 
 class CoreListener:
     """Hears of one session with a core, in the client's loop. This one takes nothing over."""
@@ -106,9 +102,8 @@ class CoreClient(AsyncControls):
         """
         self._transport = transport
         self._cause_grace_s = cause_grace_s
-        self.send = transport.send
         self.listener = CoreListener()
-        self.requests = RequestTable(self.send, self._take_over)
+        self.requests = RequestTable(transport.send, self._take_over)
         self._next_call = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -257,13 +252,13 @@ class CoreClient(AsyncControls):
         self._closed = True
         if self.failure is None:
             self.requests.abort_all()
-        self._transport.send(Goodbye())
+        self.requests.send(Goodbye())
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
     def follow_prefixes(self) -> None:
         """Asks the core to report the content of its prefix cache from now on, to the listener."""
-        self._transport.send(FollowPrefixes())
+        self.requests.send(FollowPrefixes())
 
     async def engine(self) -> Welcome:
         return self.welcome
@@ -274,7 +269,7 @@ class CoreClient(AsyncControls):
         call, self._next_call = self._next_call, self._next_call + 1
         future = self._calls[call] = self._loop.create_future()
         try:
-            self._transport.send(kind(call=call, **fields))
+            self.requests.send(kind(call=call, **fields))
             return await self._within(timeout_s, future, f"answer {kind.__name__}")
         finally:
             del self._calls[call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,10 +57,8 @@ class RequestTable:
         """takes_over: called with a request that the core refuses, or gives up as it shuts down, and that was removed
         from this table. Returns True if another engine continues it."""
         self._send_now, self._takes_over = send, takes_over
-        self._send = send
-        """Takes each message, in the order of the calls: `_gather` within `together`."""
         self._unsent: list[AddRequest] = []
-        """Within `together`: what is to be sent as few messages."""
+        """What this turn of the event loop has brought so far that may be sent as few messages."""
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
@@ -78,26 +76,17 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Requests that pool, differ in their tokens alone and are added within the block are sent as one message. One
-        that cannot be sent ends with the error."""
-        if self._send != self._send_now:
-            yield
-            return
-        self._send = self._gather
-        try:
-            yield
-        finally:
-            self._send = self._send_now
-            self._send_unsent()
-
-    def _gather(self, message: ClientMessage) -> None:
-        """Sends later what may be sent with others, and anything else after what was to be sent before it."""
+    def send(self, message: ClientMessage) -> None:
+        """Sends a message after those of the calls before. Requests that pool, differ in their tokens alone and come in
+        one turn of the event loop are sent as one message, after the turn; one that cannot be sent then ends with the
+        error."""
         if isinstance(message, AddRequest) and message.is_plain:
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._send_unsent)
             self._unsent.append(message)
             return
-        self._send_unsent()
+        if self._unsent:
+            self._send_unsent()
         self._send_now(message)
 
     def _send_unsent(self) -> None:
@@ -129,7 +118,7 @@ class RequestTable:
                 self._sequences[sequence.slot] = sequence
         try:
             for message in _messages_of(stream, self.adapters):
-                self._send(message)
+                self.send(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._drop(stream)
             if isinstance(error, InvalidRequestError):
@@ -159,6 +148,7 @@ class RequestTable:
         self._streams.clear()
         self._sequences.clear()
         self._aborted.clear()
+        self._unsent.clear()
         for stream in streams:
             stream.table = None
         return streams
@@ -243,7 +233,7 @@ class RequestTable:
             self._finish(sequence, *sequence.found_stop())
         except BaseException as error:
             self._fail(sequence.stream, error)
-        self._send(Abort(slots=(sequence.slot,)))
+        self.send(Abort(slots=(sequence.slot,)))
 
     def _fail(self, stream: RequestStream, error: BaseException) -> None:
         """Ends one request with an error that was raised here in the work for it. Call from its handler: interrupts of
@@ -323,7 +313,7 @@ class RequestTable:
         self._streams.pop(stream.request_id, None)
         if slots:
             self._aborted.update(dict.fromkeys(slots))
-            self._send(Abort(slots=tuple(slots)))
+            self.send(Abort(slots=tuple(slots)))
 
 
 def _runs(requests: Sequence[AddRequest]) -> Iterator[Sequence[AddRequest]]:

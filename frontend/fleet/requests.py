@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.frontend.client.request_metrics import Meters, RequestCounts
@@ -116,15 +116,6 @@ class RoutedRequests(Engines, RequestListener):
             stream.meter = self.meters.meter(engine.index)
         self._streams[request.name] = stream
         return stream
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """As `RequestTable.together`, at each engine."""
-        with contextlib.ExitStack() as stack:
-            for engine in self.engines:
-                if engine.client is not None:
-                    stack.enter_context(engine.client.requests.together())
-            yield
 
     def _check_rank(self, rank: Any) -> None:
         ranks = [engine.index for engine in self.engines]

@@ -16,7 +16,7 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.request.checks import NO_TOKENS, CheckedRequest
 from headrace.frontend.request.prompts import Prompt
-from headrace.ipc.messages import MOST_PROMPTS, Abort, AddPrompts, AddRequest, ClientMessage, Pool
+from headrace.ipc.messages import MOST_PROMPTS, Abort, AddPrompts, AddRequest, ClientMessage, FollowPrefixes, Pool
 
 EMBED = Pool(kinds=("embed",))
 
@@ -29,6 +29,7 @@ def stream_of(name: str, token_ids: Sequence[int] = (5,), *, pool: Pool = EMBED,
 def in_loop(run: Callable[[], None]) -> None:
     async def main() -> None:
         run()
+        await asyncio.sleep(0)  # the next turn
 
     asyncio.run(main())
 
@@ -37,17 +38,16 @@ def test_those_that_differ_in_their_tokens_alone_are_one_message() -> None:
     together, alone = list[ClientMessage](), list[ClientMessage]()
     prompts = {"a": [5, 6], "b": [7], "c": [8] * 300}
 
-    def run() -> None:
-        table = RequestTable(together.append)
-        with table.together():
-            for name, token_ids in prompts.items():
-                table.add(stream_of(name, token_ids))
-            assert not together
-        other = RequestTable(alone.append)
+    async def run() -> None:
+        table, other = RequestTable(together.append), RequestTable(alone.append)
+        for name, token_ids in prompts.items():
+            table.add(stream_of(name, token_ids))
+        assert not together
         for name, token_ids in prompts.items():
             other.add(stream_of(name, token_ids))
+            await asyncio.sleep(0)  # the next turn
 
-    in_loop(run)
+    asyncio.run(run())
     (message,) = together
     assert isinstance(message, AddPrompts)
     assert message.requests() == [
@@ -60,21 +60,22 @@ def test_what_differs_besides_has_a_message_of_its_own_in_the_order_of_the_calls
 
     def run() -> None:
         table = RequestTable(sent.append)
-        with table.together():
-            table.add(stream_of("a"))
-            table.add(stream_of("b"))
-            with table.together():
-                table.add(stream_of("c", salt="other"))
-            table.add(stream_of("d", pool=Pool(kinds=("token_embed",))))
-            table.add(second := stream_of("e", pool=Pool(kinds=("token_embed",))))
-            table.abort_stream(second)
-            table.add(stream_of("f", pool=Pool(kinds=("token_embed",))))
+        table.add(stream_of("a"))
+        table.add(stream_of("b"))
+        table.add(stream_of("c", salt="other"))
+        table.add(stream_of("d", pool=Pool(kinds=("token_embed",))))
+        table.add(second := stream_of("e", pool=Pool(kinds=("token_embed",))))
+        table.abort_stream(second)
+        table.add(stream_of("f", pool=Pool(kinds=("token_embed",))))
+        table.send(FollowPrefixes())
+        table.add(stream_of("g"))
+        table.release_all()
 
     in_loop(run)
     found = [
         each.request_ids if isinstance(each, AddPrompts) else getattr(each, "request_id", type(each)) for each in sent
     ]
-    assert found == [("a", "b"), "c", ("d", "e"), Abort, "f"]
+    assert found == [("a", "b"), "c", ("d", "e"), Abort, "f", FollowPrefixes]
 
 
 def test_a_message_has_a_bounded_number_of_prompts() -> None:
@@ -82,9 +83,8 @@ def test_a_message_has_a_bounded_number_of_prompts() -> None:
 
     def run() -> None:
         table = RequestTable(sent.append)
-        with table.together():
-            for number in range(MOST_PROMPTS + 1):
-                table.add(stream_of(str(number)))
+        for number in range(MOST_PROMPTS + 1):
+            table.add(stream_of(str(number)))
 
     in_loop(run)
     assert isinstance(sent[1], AddRequest)
@@ -97,14 +97,14 @@ def test_requests_that_cannot_be_sent_end_with_the_error_and_leave_nothing() -> 
     def fails(message: ClientMessage) -> None:
         raise MemoryError("none left")
 
+    table = RequestTable(fails)
+
     def run() -> None:
-        table = RequestTable(fails)
-        with table.together():
-            for stream in streams:
-                table.add(stream)
-        assert len(table) == 0
+        for stream in streams:
+            table.add(stream)
 
     in_loop(run)
+    assert len(table) == 0
     for stream in streams:
         assert isinstance(stream.error, RequestFailedError)
         assert "none left" in str(stream.error)

@@ -155,13 +155,8 @@ class PreparedRequest(RequestListener):
             await pace.step()
         self._num_running = count
         self._pool = pool
-        waiting = iter(requests)
-        while len(self.streams) < count:
-            with pool.together() if requests[0].pool is not None else contextlib.nullcontext():
-                for request in waiting:
-                    self._submit(request, pool)
-                    if pace.is_due:
-                        break
+        for request in requests:
+            self._submit(request, pool)
             await pace.step()
 
     def abort(self) -> None:
@@ -212,9 +207,8 @@ class PreparedRequest(RequestListener):
             for index, prompt in enumerate(prompts)
         ]
         self._num_running = len(checked)
-        with pool.together():
-            for request in checked:
-                self._submit(request, pool)
+        for request in checked:
+            self._submit(request, pool)
 
     def _submit(self, request: CheckedRequest, pool: EnginePool) -> None:
         if request.name in pool:  # two clients may choose the same id; each gets its response under it

@@ -12,7 +12,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,9 +75,6 @@ class EngineOfSearch:
         stream = self._pool.submit(own, listener, model=self._model, affinity=self._affinity)
         stream.meter = None  # the searches are counted, and not their steps
         return stream
-
-    def together(self) -> AbstractContextManager[None]:
-        return self._pool.together()
 
 
 async def search(
