@@ -555,8 +555,9 @@ def test_a_batch_of_more_requests_than_a_client_may_have_runs_in_turns(limit: in
 
 
 def test_a_batch_of_which_nothing_fits_is_refused() -> None:
+    params = SamplingParams(n=2, max_tokens=1000, ignore_eos=True)  # the first output is not over before the second
     with (
-        LLM("null", in_process=True, max_client_requests=1, **NULL) as llm,
+        LLM("null", in_process=True, max_client_requests=1, hf_overrides={"step_delay_s": 0.02}, **NULL) as llm,
         pytest.raises(HeadraceError, match="as many as one may have"),
     ):
-        within(lambda: llm.generate([[5], [6]], SamplingParams(n=2), use_tqdm=False))
+        within(lambda: llm.generate([[5], [6]], params, use_tqdm=False))
