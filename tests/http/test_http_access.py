@@ -171,14 +171,10 @@ class _Transport:
     ],
 )
 def test_who_is_on_this_machine(peer: Any, family: int, expected: bool) -> None:
-    class Of:
+    class Connected:
         transport = _Transport(peer, family)
 
-    class Arrived:
-        connection = Of()
-        authority = None
-
-    assert is_local([], Arrived()) is expected  # type: ignore[arg-type]
+    assert is_local([], Connected()) is expected  # type: ignore[arg-type]
     for name in (
         b"x-forwarded-for",
         b"x-forwarded-server",
@@ -186,7 +182,7 @@ def test_who_is_on_this_machine(peer: Any, family: int, expected: bool) -> None:
         b"cf-connecting-ip",
         b"true-client-ip",
     ):
-        assert is_local([(name, b"127.0.0.1")], Arrived()) is False  # type: ignore[arg-type]
+        assert is_local([(name, b"127.0.0.1")], Connected()) is False  # type: ignore[arg-type]
 
 
 def test_admin_keys_come_from_options_a_file_and_the_environment(

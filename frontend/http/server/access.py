@@ -25,12 +25,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.options.option import secret_bytes
+from headrace.frontend.http.server.connection import AUTHORITY
 from headrace.frontend.http.server.errors import ApiError
 
 if TYPE_CHECKING:
     from headrace.frontend.http.process.options import ServeOptions
-    from headrace.frontend.http.server.connection import Arrival
-    from headrace.frontend.http.server.exchange import Exchange
+    from headrace.frontend.http.server.connection import Connection
+    from headrace.frontend.http.server.exchange import Exchange, Scope
 
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -115,22 +116,23 @@ class AccessControl:
                 "this route acts on all clients of the server and needs an admin key, but the server has none: start "
                 "it with --admin-api-key"
             )
-        elif not is_local(exchange.scope["headers"], exchange.arrival):
+        elif not is_local(exchange.scope["headers"], exchange.connection):
             raise _forbidden(
                 "this route acts on all clients of the server: without keys it answers callers on the same machine "
                 "(loopback or a Unix socket, not through a proxy); start the server with --admin-api-key for others"
             )
 
-    def unknown_host(self, headers: Headers, arrival: Arrival) -> str | None:
+    def unknown_host(self, scope: Scope, connection: Connection) -> str | None:
         """The host that a request is for, if it is not known to mean this server; with API keys every host is. A client
         of HTTP/1.0 may name none, as no browser does; and no browser connects to a Unix socket."""
-        if self.keys.guards_clients or (_family(arrival) == socket.AF_UNIX and is_local(headers, arrival)):
+        headers: Headers = scope["headers"]
+        if self.keys.guards_clients or (_family(connection) == socket.AF_UNIX and is_local(headers, connection)):
             return None
-        named = (_header(headers, b"host"), arrival.authority)
+        named = (_header(headers, b"host"), scope["extensions"][AUTHORITY])
         return next((host for host in named if host is not None and not self._hosts.have(host)), None)
 
     def _check_host(self, exchange: Exchange) -> None:
-        host = self.unknown_host(exchange.scope["headers"], exchange.arrival)
+        host = self.unknown_host(exchange.scope, exchange.connection)
         if host is not None:
             raise ApiError(
                 HTTPStatus.FORBIDDEN,
@@ -185,14 +187,14 @@ _OF_PROXIES = (
 """Beginnings of the names of headers that only proxies send."""
 
 
-def is_local(headers: Headers, arrival: Arrival) -> bool:
+def is_local(headers: Headers, connection: Connection) -> bool:
     """Whether the caller is on this machine: connected by loopback or a Unix socket, and no proxy. A proxy's headers
     are believed where they say that there is one, and never for where a request comes from."""
     if any(name.startswith(_OF_PROXIES) for name, _ in headers):
         return False
-    if _family(arrival) == socket.AF_UNIX:
+    if _family(connection) == socket.AF_UNIX:
         return True
-    peer = arrival.connection.transport.get_extra_info("peername")
+    peer = connection.transport.get_extra_info("peername")
     try:
         address = ipaddress.ip_address(peer[0].partition("%")[0])
     except (TypeError, IndexError, ValueError):
@@ -201,8 +203,8 @@ def is_local(headers: Headers, arrival: Arrival) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-def _family(arrival: Arrival) -> int | None:
-    sock = arrival.connection.transport.get_extra_info("socket")
+def _family(connection: Connection) -> int | None:
+    sock = connection.transport.get_extra_info("socket")
     return None if sock is None else sock.family
 
 

@@ -66,7 +66,7 @@ class _Cors(CORSMiddleware):
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_unknown = self._access.unknown_host(scope["headers"], scope["extensions"][EXTENSION]) is not None
+        is_unknown = self._access.unknown_host(scope, scope["extensions"][EXTENSION]) is not None
         await (self.app if is_unknown else super().__call__)(scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:

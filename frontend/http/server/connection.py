@@ -24,7 +24,7 @@ import re
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -34,7 +34,9 @@ from headrace.frontend.http.server.errors import ApiError, unavailable
 from headrace.ipc.process.resources import file_limit
 
 logger = logging.getLogger(__name__)
-EXTENSION = "headrace.connection"
+EXTENSION, AUTHORITY = "headrace.connection", "headrace.authority"
+"""In a scope's extensions: the connection, and HOST[:PORT] of a request target in absolute form (RFC 9112, 3.2.2), None
+for the usual form."""
 MOST_SPARE_FILES = 64
 _SAYS_FULL_EVERY_S = 10.0
 MAX_HEADER_BYTES = 64 << 10
@@ -85,14 +87,6 @@ class Connections(UvicornState):
     def have_requests(self) -> bool:
         """Whether a request is arriving, waiting or being answered on any of them."""
         return any(isinstance(each, Connection) and each.has_request for each in self.connections)
-
-
-class Arrival(NamedTuple):
-    """How a request has come; in the scope's extensions."""
-
-    connection: Connection
-    authority: str | None
-    """HOST[:PORT] of a request target in absolute form (RFC 9112, 3.2.2); None for the usual form."""
 
 
 class Connection(HttpToolsProtocol):
@@ -271,7 +265,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
             return
-        extensions: dict[str, Any] = {EXTENSION: Arrival(self, _authority(self.url))}
+        extensions: dict[str, Any] = {EXTENSION: self, AUTHORITY: _authority(self.url)}
         self.scope["extensions"] = extensions
         super().on_headers_complete()
         self._is_in_body = True

@@ -24,7 +24,7 @@ import msgspec
 
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
-from headrace.frontend.http.server.connection import DISCARD_S, EXTENSION, Arrival
+from headrace.frontend.http.server.connection import DISCARD_S, EXTENSION, Connection
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError
 from headrace.frontend.text.template_renderer import without_blocking
 from headrace.frontend.tracing.tracer import tokenizing
@@ -216,8 +216,7 @@ class Exchange:
         self._send = send
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several of a name, the first
         # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
-        self.arrival: Arrival = scope["extensions"].pop(EXTENSION)
-        self.connection = self.arrival.connection
+        self.connection: Connection = scope["extensions"].pop(EXTENSION)
         self._tells_id = options.enable_request_id_headers
         self.headers_at_start: Callable[[], Awaitable[list[tuple[bytes, bytes]]]] | None = None
         """Called when the response begins; returns headers to add to it."""
