@@ -249,7 +249,8 @@ class Admission:
             min_tokens=min(sampling.min_tokens, room),
             top_k=sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0,
             temperature=sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
-            logit_bias={t: bias if bias >= -FLOAT32 else -math.inf for t, bias in sampling.logit_bias.items()},
+            logit_bias=sampling.logit_bias
+            and {t: bias if bias >= -FLOAT32 else -math.inf for t, bias in sampling.logit_bias.items()},
         )
 
     def queue_full(self, wait_s: float) -> Failure:

@@ -158,23 +158,17 @@ class TemplateRenderer:
             self.drop(begun)
             begun = None
         if begun is None:
-            begun = self._begin(asked)
-        if begun is None:
-            return None
+            lane = self._take()
+            if (sent := self._sent(lane, asked)) is None:
+                self._give(lane)
+                return None
+            begun = _Begun(lane, asked, sent)
         if not _here.is_brief:
             return self._finish(begun)
         try:
             return self._finish(begun, INLINE_S)
         except WaitTimeoutError:
             raise StillRenderingError(begun) from None
-
-    def _begin(self, asked: Rendering) -> _Begun | None:
-        lane = self._take()
-        sent = self._sent(lane, asked)
-        if sent is None:
-            self._give(lane)
-            return None
-        return _Begun(lane, asked, sent)
 
     def _finish(self, begun: _Begun, most_wait_s: float | None = None) -> Rendered | None:
         """The answer. Raises TemplateLimitError, and WaitTimeoutError after most_wait_s: the lane is kept then."""
