@@ -186,9 +186,9 @@ class Scheduler:
         has_begun = len(request.token_ids) > request.num_prompt_tokens
         order = order_of(self.config.policy, priority, request.arrival, has_begun=has_begun)
         request.order = (self.waiting.era, *order)
-        needed = [each for each in self._unused if each.needed_by(request)]
-        if needed:
-            self._use([each for each in self._unused if each not in needed])
+        for feature in self._unused:
+            if feature.needed_by(request):
+                self._use([each for each in self._unused if each is not feature])
         self.waiting.push(request)
         self.settle(ended=True)
 

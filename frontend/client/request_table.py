@@ -77,14 +77,7 @@ class RequestTable:
         return len(self._streams)
 
     def send(self, message: ClientMessage) -> None:
-        """Sends a message after those of the calls before. Requests that pool, differ in their tokens alone and come in
-        one turn of the event loop are sent as one message, after the turn; one that cannot be sent then ends with the
-        error."""
-        if isinstance(message, AddRequest) and message.is_plain:
-            if not self._unsent:
-                asyncio.get_running_loop().call_soon(self._send_unsent)
-            self._unsent.append(message)
-            return
+        """Sends a message after those of the calls before."""
         if self._unsent:
             self._send_unsent()
         self._send_now(message)
@@ -106,7 +99,9 @@ class RequestTable:
     def add(self, stream: RequestStream) -> None:
         """Sends a request, in one slot per output (`n`) that is not finished.
 
-        Raises InvalidRequestError for a value that no message can hold; nothing of the request is left then.
+        Requests that pool, differ in their tokens alone and come in one turn of the event loop are sent as one message,
+        after the turn; one that cannot be sent then ends with the error. For others raises InvalidRequestError if a
+        value is one that no message can hold; nothing of the request is left then.
         """
         stream.interval = stream.params.stream_interval or self.stream_interval
         first, self._next_slot = self._next_slot, self._next_slot + stream.params.n
@@ -118,7 +113,14 @@ class RequestTable:
                 self._sequences[sequence.slot] = sequence
         try:
             for message in _messages_of(stream, self.adapters):
-                self.send(message)
+                if stream.request.pool is not None and message.is_plain:
+                    if not self._unsent:
+                        asyncio.get_running_loop().call_soon(self._send_unsent)
+                    self._unsent.append(message)
+                    continue
+                if self._unsent:
+                    self._send_unsent()
+                self._send_now(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._drop(stream)
             if isinstance(error, InvalidRequestError):
