@@ -1,5 +1,6 @@
 """Chooses the library for a request's grammar. No library is loaded in the engine: a trial tries the grammar unless it
-is plain, and then another process follows it (process.py), which the first request that needs it, or `prepare`, starts.
+is plain, and then another process follows it (helper/process.py), which the first request that needs it, or `prepare`,
+starts.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from headrace.core.options.structured_outputs import BACKENDS, StructuredOutputs
 from headrace.core.structured_output.backend import Matcher, Vocabulary
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
+from headrace.core.structured_output.helper.trial import OTHER, PLAIN, QUICK_BYTES, Trial
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import allow, for_forms, split
-from headrace.core.structured_output.trial import OTHER, PLAIN, QUICK_BYTES, Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 

@@ -1,4 +1,4 @@
-"""Grammars of running requests as the engine sees them: matchers whose states are in another process (following.py).
+"""Grammars of running requests as the engine sees them: matchers whose states are elsewhere (helper/following.py).
 
 What a step needs is asked for at once: the tokens of all rows are passed on in one message, whose answer has the new
 states, and the masks are made while the model runs, in memory that both processes share. A process that is killed by
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from headrace.core.structured_output.backend import Vocabulary
-from headrace.core.structured_output.following import (
+from headrace.core.structured_output.held_memory import Held
+from headrace.core.structured_output.helper.following import (
     MOST_COMPUTING_S,
     Follow,
     Followed,
@@ -36,8 +37,7 @@ from headrace.core.structured_output.following import (
     shared_arrays,
     shared_bytes,
 )
-from headrace.core.structured_output.held_memory import Held
-from headrace.core.structured_output.process import FOLLOWING, grammar_helper
+from headrace.core.structured_output.helper.process import FOLLOWING, grammar_helper
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.helper import Helper, HelperEndedError, Sent, WorkerEnded, is_from_outside

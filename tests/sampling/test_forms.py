@@ -18,7 +18,7 @@ from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.structured_output.backend import MOST_FORCED
 from headrace.core.structured_output.expressions import in_common_words
 from headrace.core.structured_output.follower import Follower
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.helper.trial import Trial
 from headrace.frontend.request.parameters.structured_outputs import from_response_format
 from headrace.ipc.messages import StructuredOutput
 
@@ -248,7 +248,9 @@ def test_of_a_long_forced_text_a_bounded_part_is_found_at_once(name: str) -> Non
 
 
 def test_a_text_too_long_to_be_forced_is_refused(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.structured_output.trial.MOST_WAIT_S", 300.0)  # for a busy machine to compile it
+    monkeypatch.setattr(
+        "headrace.core.structured_output.helper.trial.MOST_WAIT_S", 300.0
+    )  # for a busy machine to compile it
     for pattern in ("a{1000000}", "a{5000000}"):
         with pytest.raises(InvalidRequestError, match=r"structured_outputs: .*takes more than"):
             trial.check("xgrammar", StructuredOutput(kind="regex", text=pattern))

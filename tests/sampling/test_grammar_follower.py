@@ -29,7 +29,7 @@ from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.helper.trial import Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -331,7 +331,7 @@ def test_a_form_that_takes_long_is_tried_though_it_seems_plain(own_follower: Fol
 def test_a_trial_that_takes_too_long_by_the_clock_ends_no_other_process(
     own_follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.core.structured_output.trial.MOST_WAIT_S", 1.0)
+    monkeypatch.setattr("headrace.core.structured_output.helper.trial.MOST_WAIT_S", 1.0)
     before, following = matcher_of(own_follower, FORM), following_process(own_follower)
     with pytest.raises(InvalidRequestError, match="not compiled within 1 s"):
         Trial(own_follower.helper).check("llguidance", StructuredOutput(kind="regex", text=WAITING + FORM))
@@ -391,7 +391,7 @@ import numpy as np
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.follower import Follower
 from headrace.core.structured_output.held_memory import HeldMemory
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.helper.trial import Trial
 from headrace.ipc.messages import StructuredOutput
 
 follower = Follower(Vocabulary(sys.stdin.buffer.read(), {size}, (0,)), {backend!r})
@@ -420,7 +420,7 @@ def test_a_form_is_tried_again_after_its_processes_were_killed(tmp_path: Path, m
     folder = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
     with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
         with monkeypatch.context() as patched:
-            patched.setattr("headrace.core.structured_output.trial.Trial.check", killed)
+            patched.setattr("headrace.core.structured_output.helper.trial.Trial.check", killed)
             with pytest.raises(HeadraceError, match="killed twice"):
                 ask(llm, form(regex="[ab]{3}"))
         assert len(ask(llm, form(regex="[ab]{3}"))[0]) == 3

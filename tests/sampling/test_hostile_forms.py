@@ -31,8 +31,8 @@ from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.core.structured_output.follower import Follower
 from headrace.core.structured_output.forms import prepared
 from headrace.core.structured_output.held_memory import Held, HeldMemory
+from headrace.core.structured_output.helper.trial import QUICK_BYTES, Trial, stack_bytes
 from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD
-from headrace.core.structured_output.trial import QUICK_BYTES, Trial, stack_bytes
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.request.parameters.structured_outputs import from_body
 from headrace.ipc.codec import Tensor

@@ -22,8 +22,8 @@ from test_hostile_forms import forked_by
 from test_structured_outputs import ENGINE, ask, form
 
 from headrace import LLM, InvalidRequestError
+from headrace.core.structured_output.helper.trial import MOST_COMPUTING_S, _walk
 from headrace.core.structured_output.plain import is_plain
-from headrace.core.structured_output.trial import MOST_COMPUTING_S, _walk
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.background import NICENESS
 
@@ -161,11 +161,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def helpers_of(engine: psutil.Process) -> list[psutil.Process]:
-    return [each for each in engine.children() if "headrace.core.structured_output.process" in each.cmdline()]
+    return [each for each in engine.children() if "headrace.core.structured_output.helper.process" in each.cmdline()]
 
 
 def test_a_plain_form_does_not_wait_for_another_that_takes_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.structured_output.trial.MOST_WAIT_S", 600.0)  # then another library is tried
+    monkeypatch.setattr(
+        "headrace.core.structured_output.helper.trial.MOST_WAIT_S", 600.0
+    )  # then another library is tried
     with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
         ask(llm, form(regex="ready"))
         (helper,) = helpers_of(psutil.Process())

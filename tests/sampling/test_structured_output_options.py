@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def num_helpers() -> int:
     """Programs of this process's engines that read grammars."""
     children = psutil.Process().children()
-    return sum("headrace.core.structured_output.process" in each.cmdline() for each in children if each.is_running())
+    return sum(
+        "headrace.core.structured_output.helper.process" in each.cmdline() for each in children if each.is_running()
+    )
 
 
 def test_a_backend_that_is_named_is_made_ready_before_a_request_needs_it(folder: str) -> None:

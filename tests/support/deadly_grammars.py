@@ -12,7 +12,7 @@ import signal
 import time
 from typing import Any
 
-from headrace.core.structured_output.process import GrammarMessage, _Work
+from headrace.core.structured_output.helper.process import GrammarMessage, _Work
 from headrace.ipc.process.helper import Helper, run_helper
 
 DEADLY = "[Zz]"

@@ -2,9 +2,9 @@
 
 No library that reads a client's grammar runs in the engine. Forms whose trial was passed (trial.py) are compiled here,
 by one process for all requests, and followed here token by token; masks are written to memory that the engine shares.
-Plain forms (plain.py) come without a trial, as it would take most of the time that they wait, and are followed here for
-some tokens instead. The process may be killed by what it follows, as a trial is: follower.py then opens all matchers
-again in its successor, but for the one that it worked on.
+Plain forms (../plain.py) come without a trial, as it would take most of the time that they wait, and are followed here
+for some tokens instead. The process may be killed by what it follows, as a trial is: follower.py then opens all
+matchers again in its successor, but for the one that it worked on.
 
     engine                                 process of the lane FOLLOWING
     Prepare(form)           ------------>    compiles on a thread beside the steps
@@ -30,8 +30,8 @@ import numpy as np
 
 from headrace.core.structured_output.backend import Backend, FormMatcher
 from headrace.core.structured_output.held_memory import MOST_BYTES
-from headrace.core.structured_output.trial import MOST_COMPUTING_S as MOST_TRYING_S
-from headrace.core.structured_output.trial import problem_of
+from headrace.core.structured_output.helper.trial import MOST_COMPUTING_S as MOST_TRYING_S
+from headrace.core.structured_output.helper.trial import problem_of
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.background import give_way
@@ -61,7 +61,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     backend: str
     wanted: StructuredOutput
     is_tried: bool = True
-    """False: it is plain (plain.py), and is followed here for some tokens as a trial would."""
+    """False: it is plain (../plain.py), and is followed here for some tokens as a trial would."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.structured_output.backend import Backend, Vocabulary, make_backend
-from headrace.core.structured_output.following import Follow, Followed, Following, Prepare, Prepared, Restarted
-from headrace.core.structured_output.trial import LANES, Candidate, Trying, Verdict, stack_bytes
+from headrace.core.structured_output.helper.following import Follow, Followed, Following, Prepare, Prepared, Restarted
+from headrace.core.structured_output.helper.trial import LANES, Candidate, Trying, Verdict, stack_bytes
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.helper import Helper, WorkerEnded, WorkerReady, run_helper
 from headrace.ipc.transport.channel import Channel

@@ -3,7 +3,7 @@
 A schema whose references form a long chain overflows a library's stack, which would end the engine; another of a
 hundred bytes computes for minutes, or takes gigabytes. Such a grammar ends only the process that tries it, for which
 the kernel limits CPU time and memory. No grammar is followed for requests (following.py) that was not compiled and
-followed here, unless it is plain (`plain.py`), and no plain one has lately ended the process that follows them.
+followed here, unless it is plain (../plain.py), and no plain one has lately ended the process that follows them.
 
 Each of two processes (process.py) serves one lane: plain forms have a lane of their own, in which no other form delays
 them.

@@ -1,0 +1,1 @@
+"""The helper program, which reads and follows forms outside the engine."""
