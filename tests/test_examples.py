@@ -20,9 +20,11 @@ SHOWS = {
     "attach.py": "another process: ",
     "several_engines.py": "both together have generated",
     "batch.py": "Oslo -> ",
+    "embeddings.py": "576 numbers a text, of length 1.0\n",
     "logits_processor.py": "{'no_repeats': 40} -> ",
 }
 WITH_A_SERVER = {"tools.py": "the model calls get_weather("}
+MOST_LINES = 40
 WITH_AN_ADAPTER = {"adapters.py"}  # tests/http/test_trained_adapter.py runs it
 
 pytestmark = [pytest.mark.demo_model, pytest.mark.usefixtures("demo_model_path")]
@@ -43,6 +45,7 @@ def test_each_program_is_tried_and_described() -> None:
     assert names == SHOWS.keys() | WITH_A_SERVER.keys() | WITH_AN_ADAPTER
     described = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert not [name for name in names if f"`{name}`" not in described]
+    assert not [name for name in names if len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) > MOST_LINES]
 
 
 @pytest.mark.system
