@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import chromium, faults_of, needs_chromium, opened
+from browser import chromium, faults_of, opened
 from http_server import Server, engine_of, serving
 from null_adapters import write as write_adapter
 from patience import wait_until
@@ -23,7 +23,6 @@ from headrace.frontend.http.process.options import ServeOptions
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = needs_chromium
 ECHO = ("--distributed-executor-backend", "null_with_tokenizer:EchoExecutor")
 TEMPLATE = ("--chat-template", "{{ messages[-1]['content'] }}")
 STEP_S = 0.004

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, FLAGS, needs_chromium
+from browser import FLAGS, program
 from http_server import Server, metric, serving
 
-pytestmark = [pytest.mark.system, needs_chromium]
+pytestmark = pytest.mark.system
 ALLOWED = "allowed.example"
 PAGE = """<!doctype html><meta charset=utf-8><pre id=out></pre><script>
 const server = SERVER, completion = JSON.stringify({prompt: [5], max_tokens: 1});
@@ -112,9 +112,8 @@ def site(target: str, port: int = 0, rebinds_to: str | None = None) -> Iterator[
 
 def browse(url: str, folder: Path, *rules: str) -> str:
     """The document that Chromium has made of the page. rules: where it finds names of hosts."""
-    assert CHROMIUM is not None
     command = [
-        *(CHROMIUM, "--headless=new", *FLAGS),
+        *(program(), "--headless=new", *FLAGS),
         *(f"--user-data-dir={folder}", f"--host-resolver-rules={', '.join(rules)}"),
         *("--virtual-time-budget=20000", "--timeout=60000", "--dump-dom", url),
     ]
