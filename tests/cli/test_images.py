@@ -122,8 +122,9 @@ def test_the_client_image_is_small_and_has_no_torch_no_compiler_and_no_root(clie
         "assert not any(map(shutil.which, ('cc', 'gcc', 'c++', 'pip')))\n"
         "print(headrace.__version__)"
     )
-    assert podman(*RUN, "--rm", "--no-healthcheck", *LEAST, "--entrypoint", "python", client_image, "-c", code).strip()
-    assert "--engine" in podman(*RUN, "--rm", "--no-healthcheck", *LEAST, client_image, "--help")
+    once = ("--rm", "--no-healthcheck", "--network", "none", *LEAST)
+    assert podman(*RUN, *once, "--entrypoint", "python", client_image, "-c", code).strip()
+    assert "--engine" in podman(*RUN, *once, client_image, "--help")
 
 
 def test_a_client_container_serves_an_engine_elsewhere_and_drains_on_sigterm(client_image: str, tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import doc_blocks
+import null_adapters
 import pytest
+import torch
 from http_server import Server, address_of_engine, serving
+from null_with_tokenizer import VOCAB_SIZE
 from source_tree import ROOT
 
 from headrace.core.process.daemon import make_parser
+from headrace.executor.testing.null import INPUT_WIDTH
 from headrace.frontend.cli import main as cli
 from headrace.ipc.failure import HeadraceError
 
@@ -25,11 +29,23 @@ CURLS = [(page, line) for page, line in COMMANDS if line.startswith("curl ")]
 OTHERS = [(page, line) for page, line in COMMANDS if not line.startswith("curl ")]
 
 
+ADAPTER = "adapters/sql"
+"""Where pages say that an adapter named sql is."""
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    hermes = ("--tool-call-parser", "hermes")
-    with serving("--served-model-name", doc_blocks.MODEL, "--max-model-len", "2048", *hermes) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It pools, and takes embeddings and adapters, which pages ask of servers of other models."""
+    adapter = null_adapters.write(tmp_path_factory.mktemp("pages") / ADAPTER, "a")
+    options = ("--tool-call-parser", "hermes", "--enable-prompt-embeds", "--enable-lora", "--lora-modules")
+    named = ("--served-model-name", doc_blocks.MODEL, "--max-model-len", "2048")
+    with serving(*named, *options, f"sql={adapter}", null_model={"vector_width": 8}) as server:
         yield server
+
+
+def write_files_that_pages_read(folder: Path) -> None:
+    null_adapters.write(folder / ADAPTER, "a")
+    torch.save(torch.ones(3, INPUT_WIDTH), folder / "prompt.pt")
 
 
 @pytest.mark.parametrize(("page", "command"), CURLS)
@@ -64,6 +80,7 @@ def test_every_block_and_command_is_found() -> None:
 @pytest.mark.parametrize(("page", "script"), doc_blocks.scripts(), ids=lambda text: text if "\n" not in text else "")
 def test_the_scripts_of_a_page_run(server: Server, page: str, script: str, tmp_path: Path) -> None:
     """One after the other: the later use what the first has made."""
+    write_files_that_pages_read(tmp_path)
     places = {doc_blocks.URL: server.url, doc_blocks.ADDRESS: address_of_engine(server)}
     for written, meant in places.items():
         script = script.replace(written, meant)
@@ -94,22 +111,64 @@ def test_a_documented_command_line_is_understood(page: str, command: str) -> Non
     assert parsed.command in cli.commands()
 
 
+ENGINE = ("--engine", doc_blocks.ADDRESS)
+RUNS: dict[str, tuple[str, ...]] = {
+    "bench": (
+        *("--base-url", doc_blocks.URL, "--num-prompts", "2", "--request-rate", "inf", "--random-output-len", "4"),
+        *("--random-vocab-size", str(VOCAB_SIZE)),
+    ),
+    "chat": ENGINE,
+    "collect-env": (),
+    "complete": ENGINE,
+    "completion": (),
+    "doctor": ("--port", "0"),
+    "keys": (),
+    "models": (),
+    "options": (),
+    "ps": (),
+    "run-batch": ENGINE,
+    "top": (*ENGINE, "--once", "--interval", "0.1"),
+}
+"""The commands that are run as they are written, with more arguments, of which the last one counts, that lead to the
+tests' server and make them short. Others start what the pages' reader has: tests of each command do that."""
+SHOWS = {"bench": "2 of 2 requests completed", "ps": doc_blocks.MODEL, "top": "RUNNING"}
+BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+BODY = {"model": doc_blocks.MODEL, "prompt": "The sky is", "max_tokens": 4}
+
+
+def runnable() -> dict[str, list[str]]:
+    """The command lines of each page that has some of RUNS."""
+    found: dict[str, list[str]] = {}
+    for page, command in OTHERS:
+        if command.split()[:1] == ["headrace"] and command.split()[1] in RUNS:
+            found.setdefault(page, []).append(command)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ('headrace complete "The sky is" --max-tokens 20', ""),
-        ("headrace ps", "MODEL"),
-        ("headrace top --once --interval 0.1", "RUNNING"),
-    ],
+    "page", [each if each == "README.md" else pytest.param(each, marks=pytest.mark.system) for each in runnable()]
 )
-def test_commands_of_the_readme_attach_to_a_running_server(server: Server, line: str, shown: str) -> None:
-    if "--once" not in line:
-        assert ("README.md", line) in COMMANDS
-    words = shlex.split(line)[1:]
-    if words[0] != "ps":
-        words += ["--engine", address_of_engine(server)]
-    command = [sys.executable, "-m", "headrace", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert shown in done.stdout
+def test_the_commands_of_a_page_run(server: Server, page: str, tmp_path: Path) -> None:
+    """One after the other, in one folder: the later use what the first have made."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({**BATCH, "body": BODY}) + "\n")
+    for command in runnable()[page]:
+        name = command.split()[1]
+        more = () if "--url" in command else RUNS[name]
+        words = [
+            each.replace(doc_blocks.URL, server.url).replace(doc_blocks.ADDRESS, address_of_engine(server))
+            for each in [*shlex.split(command)[1:], *more]
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace", *words],
+            input="Hello\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout} {done.stderr}"
+        assert SHOWS.get(name, "") in done.stdout
+        assert done.stdout or name in ("keys", "run-batch"), command
+    if any("run-batch" in command for command in runnable()[page]):
+        assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
