@@ -20,6 +20,7 @@ import pytest
 from dependency_versions import TESTS, small_dependencies
 from packaging.requirements import Requirement
 
+import headrace
 from headrace.frontend.vllm.stubs import FOLDER, stubs
 
 ROOT = Path(__file__).parents[1]
@@ -199,25 +200,51 @@ def test_mypy_resolves_the_modules_of_a_moved_program_and_checks_its_calls(insta
     )
 
 
+@pytest.fixture(scope="module")
+def pyright(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of Node's: its package on PyPI fetches both."""
+    folder = tmp_path_factory.mktemp("pyright")
+    venv.create(folder, with_pip=True)
+    subprocess.run([folder / "bin" / "pip", "install", "--quiet", "pyright[nodejs]"], check=True, timeout=200)
+    return folder / "bin" / "pyright"
+
+
 @pytest.mark.system
-def test_pyright_resolves_the_modules_of_a_moved_program_and_checks_its_calls(installed: Path, tmp_path: Path) -> None:
-    """Pyright is a program of Node's: its package on PyPI fetches both."""
+def test_pyright_resolves_the_modules_of_a_moved_program_and_checks_its_calls(
+    pyright: Path, installed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "moved.py").write_bytes(MOVED_PROGRAM.read_bytes())
-    venv.create(tmp_path / "own", with_pip=True)
-    own = tmp_path / "own" / "bin"
-    subprocess.run([own / "pip", "install", "--quiet", "pyright[nodejs]"], check=True, timeout=200)
     examples = [path for path in (ROOT / "examples").glob("*.py") if path.name != "tools.py"]  # it is OpenAI's types
     for path in examples:
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"strict": ["*.py"], "include": ["*.py"]}))
-    command = [own / "pyright", "--outputjson", "--pythonpath", str(installed)]
+    command = [pyright, "--outputjson", "--pythonpath", str(installed)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, cwd=tmp_path)
     report = json.loads(checked.stdout)
     assert report["summary"]["filesAnalyzed"] == len(examples) + 2
     found = [each for each in report["generalDiagnostics"] if each["severity"] == "error"]
     lines = {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found}
     assert lines == {("wrong.py", line) for line in wrong_lines()}, checked.stdout
+
+
+PUBLIC = re.compile(r"headrace\.(\w+|frontend\.(api|request)\.\S+|ipc\.failure\.\S+)")
+"""What the package gives, and the modules that define it."""
+
+
+@pytest.mark.system
+def test_every_type_of_the_public_names_is_known_to_pyright(pyright: Path, installed: Path, tmp_path: Path) -> None:
+    command = [pyright, "--verifytypes", "headrace", "--ignoreexternal", "--outputjson"]
+    there = {**os.environ, "VIRTUAL_ENV": str(installed.parents[1])}
+    there["PATH"] = f"{installed.parent}{os.pathsep}{there['PATH']}"
+    done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=550, check=False)
+    symbols = [
+        each for each in json.loads(done.stdout)["typeCompleteness"]["symbols"] if PUBLIC.fullmatch(each["name"])
+    ]
+    assert {f"headrace.{name}" for name in headrace.__all__} <= {each["name"] for each in symbols}
+    # What pyright infers, as the type of an attribute, is known; "ambiguous" says that other checkers may differ.
+    unknown = [each for each in symbols if not each["isTypeKnown"] and not each["isTypeAmbiguous"]]
+    assert [(each["name"], [why["message"] for why in each["diagnostics"]]) for each in unknown] == []
 
 
 def test_the_generated_stubs_are_up_to_date() -> None:

@@ -108,6 +108,8 @@ class RequestMeter:
     def on_step(self, stream: RequestStream, now_s: float) -> None:
         """Call at each step with outputs of the request, as RequestListener.on_step."""
         last_s, stream.last_step_s = stream.last_step_s, now_s
+        if not stream.is_first_token_counted:
+            self._count_first_token(stream)
         # If n > 1, the first output represents all.
         num_tokens = len(stream.sequences[0].token_ids)
         if last_s is not None:
@@ -138,7 +140,6 @@ class RequestMeter:
         }
         if reason != "abort":
             told["request_num_preemptions"] = metrics.num_preemptions
-            told["time_to_first_token_seconds"] = metrics.first_token_latency
             told["e2e_request_latency_seconds"] = metrics.total_s
             told["request_queue_time_seconds"] = metrics.queued_s
             told["request_prefill_time_seconds"] = metrics.prefill_s
@@ -148,16 +149,27 @@ class RequestMeter:
                 if metrics.num_generation_tokens > stream.params.n:
                     steps = metrics.num_generation_tokens / stream.params.n - 1
                     told["request_time_per_output_token_seconds"] = metrics.decode_s / steps
-        block, trace_id = self._block, "" if stream.trace is None else stream.trace.trace_id
+            if not stream.is_first_token_counted:  # it had all its tokens in one step
+                self._count_first_token(stream)
         for name, value in told.items():
-            if value is None:
-                continue
-            at, bounds = _OF_NAME[name]
-            bucket = bisect_left(bounds, value)
-            block[at + bucket] += 1.0
-            block[at + len(bounds) + 1] += value
-            if trace_id and self.exemplars is not None:
-                self.exemplars[name, bucket] = Exemplar(trace_id, value, time.time())
+            if value is not None:
+                self._observe(stream, name, value)
+
+    def _count_first_token(self, stream: RequestStream) -> None:
+        """As soon as it is there, and not when the request ends: long answers would hide what new ones wait for."""
+        value = stream.metrics.first_token_latency
+        if value is not None:
+            stream.is_first_token_counted = True
+            self._observe(stream, "time_to_first_token_seconds", value)
+
+    def _observe(self, stream: RequestStream, name: str, value: float) -> None:
+        at, bounds = _OF_NAME[name]
+        bucket = bisect_left(bounds, value)
+        self._block[at + bucket] += 1.0
+        self._block[at + len(bounds) + 1] += value
+        trace_id = "" if stream.trace is None else stream.trace.trace_id
+        if trace_id and self.exemplars is not None:
+            self.exemplars[name, bucket] = Exemplar(trace_id, value, time.time())
 
 
 class Meters(Protocol):

@@ -237,9 +237,10 @@ class RequestStream(OneProcess):
         self.client: RequestListener | None = None
         """The pool of engines that the request was submitted to, which hears of its end first."""
         self.meter: RequestMeter | None = None
-        """Times it; the next three are what it knows of the request."""
+        """Times it; the next four are what it knows of the request."""
         self.last_step_s: float | None = None
         """When the last outputs arrived (monotonic seconds)."""
+        self.is_first_token_counted = False
         self.num_timed_tokens = self.num_timed_moves = 0
         self.trace = request.trace
         """Exports its times at its end."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import stream
+from http_server import metric, stream
+from patience import wait_until
 from server_here import serving_here
 from source_tree import ROOT
 
@@ -81,6 +82,20 @@ def test_the_live_view_is_told_counts_that_only_grow(client: httpx.Client) -> No
     for name, expected in (("time_to_first_token_seconds", 1), ("inter_token_latency_seconds", 5)):
         assert sum(after["latencies"][name]) - sum(before["latencies"][name]) == expected, name
         assert len(after["latencies"][name]) == len(client.get("/ui/live").json()["bounds"][name]) + 1
+
+
+def test_a_first_token_is_counted_before_its_answer_is_whole(client: httpx.Client) -> None:
+    def counts() -> list[int]:
+        (each,) = client.get("/ui/live").json()["engines"]
+        return [sum(each["latencies"][name]) for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds")]
+
+    first, whole = counts()
+    body = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        assert counts() == [first + 1, whole]
+    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "the request's end")
+    assert counts() == [first + 1, whole], "it is counted once, also of a request that its client leaves"
 
 
 def test_files_are_public_and_the_engines_state_is_not(client: httpx.Client) -> None:

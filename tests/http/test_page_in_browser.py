@@ -5,6 +5,7 @@ The engine repeats the last question as its answer, so a test chooses what "the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Iterator
@@ -430,6 +431,21 @@ def test_nothing_sticks_out_on_a_phone(browser: Browser, server: Server) -> None
             page.goto(server.url + "/" + view)
             page.locator(f"{view}").wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["viewport"]["width"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("look", [PHONE, {"viewport": {"width": 1280, "height": 800}}], ids=["phone", "wide"])
+def test_nothing_in_the_toolbar_covers_something_else(browser: Browser, server: Server, look: dict[str, Any]) -> None:
+    with opened(browser, server.url, **look) as page:
+        page.evaluate("document.querySelector('#engine option').textContent = 'A-model-with-a-long-name-Instruct'")
+        boxes = page.evaluate(
+            """() => [...document.querySelectorAll(".toolbar select, .toolbar button")]
+              .map((each) => each.getBoundingClientRect()).map(({ left, right, height }) => [left, right, height])"""
+        )
+        assert len(boxes) == 4
+        assert all(left >= right for (_, right, _), (left, _, _) in itertools.pairwise(boxes)), boxes
+        assert boxes[-1][1] <= look["viewport"]["width"]
+        assert all(height < 40 for *_, height in boxes), "each is one line"
 
 
 MARKDOWN = {
