@@ -22,6 +22,8 @@ BACKENDS: Mapping[str, tuple[str, ...]] = {
 """vLLM's names of backends, and the libraries used for each: a library gets the grammars that those before it refuse.
 Headrace does not use the libraries of the last two names: llguidance takes their grammars, and a decision of the plan
 states it."""
+WHITESPACE: Mapping[str, str] = {"outlines": "[ ]?"}
+"""The white space between the parts of JSON, as an expression, of names with which vLLM does not write any."""
 WHY: Mapping[str, str] = {
     "auto": "backend auto takes it: it follows the most of JSON Schema, and computes nothing before the first token",
     "xgrammar": "for backend xgrammar; the second has what the first does not follow",
@@ -34,6 +36,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """How grammars of requests are applied. A request may ask for more strictness, but not for less."""
 
     backends: tuple[str, ...] = BACKENDS["auto"]
+    whitespace_pattern: str = ""
+    """The white space between the parts of JSON where a request names no backend and asks for none; "" for any."""
     disable_fallback: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
@@ -64,11 +68,11 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
             f"structured_outputs_config has backend={backend!r}, and {lacking[0]} is not installed; "
             f"{how_to_install(EXTRAS[lacking[0]])}"
         )
-    known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
+    known = [name for name in StructuredOutputs.__struct_fields__ if name not in ("backends", "whitespace_pattern")]
     for name, value in values.items():
         if name not in known:
             raise OptionError(f"structured_outputs_config has no {name!r}; it has backend, {', '.join(known)}")
         right = ("the name of a format", str) if name == "reasoning_parser" else ("true or false", bool)
         if not isinstance(value, right[1]):
             raise OptionError(f"structured_outputs_config has {name}={value!r}; it must be {right[0]}")
-    return StructuredOutputs(backends=BACKENDS[backend], **values)
+    return StructuredOutputs(backends=BACKENDS[backend], whitespace_pattern=WHITESPACE.get(backend, ""), **values)

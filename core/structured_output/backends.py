@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from headrace.core.options.structured_outputs import BACKENDS, StructuredOutputs
+from headrace.core.options.structured_outputs import BACKENDS, WHITESPACE, StructuredOutputs
 from headrace.core.structured_output.backend import Matcher, Vocabulary
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
@@ -44,9 +44,11 @@ class Backends:
                 "(skip_tokenizer_init)"
             )
         options = self._options
+        without = wanted.disable_any_whitespace or options.disable_any_whitespace
         wanted = msgspec.structs.replace(
             wanted,
-            disable_any_whitespace=wanted.disable_any_whitespace or options.disable_any_whitespace,
+            disable_any_whitespace=without,
+            whitespace_pattern=wanted.whitespace_pattern or ("" if without else self._whitespace(wanted.backend)),
             disable_additional_properties=wanted.disable_additional_properties or options.disable_additional_properties,
         )
         first, *others = self._named(wanted.backend)
@@ -105,6 +107,10 @@ class Backends:
                 f"SamplingParams.structured_outputs.backend is {backend!r}; allowed: {', '.join(BACKENDS)}"
             )
         return BACKENDS[backend]
+
+    def _whitespace(self, backend: str) -> str:
+        """That of the backend between the parts of JSON."""
+        return self._options.whitespace_pattern if backend in ("", "auto") else WHITESPACE.get(backend, "")
 
     def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
         lane, matcher = OTHER, None

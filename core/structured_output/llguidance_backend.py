@@ -19,7 +19,12 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Guarded, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.gbnf_in_lark import lark_of_gbnf
-from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
+from headrace.core.structured_output.json_schema import (
+    MOST_TRIES,
+    find_culprit,
+    schemas_in_lark,
+    with_schemas_in_lark,
+)
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
 from headrace.core.structured_output.token_bytes import TokenBytes
@@ -215,13 +220,16 @@ def _grammar_of(wanted: StructuredOutput) -> str:
                 "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in json.loads(wanted.text))
             )
         case "grammar":
-            return LLMatcher.grammar_from_lark(_in_lark(wanted.text))
+            return LLMatcher.grammar_from_lark(_in_lark(wanted.text, _json_options(wanted)))
         case "structural_tag":
             return _tag_grammar(json.loads(wanted.text), wanted)
 
 
-def _in_lark(grammar: str) -> str:
-    return lark_of_gbnf(grammar) if is_gbnf(grammar) else grammar
+def _in_lark(grammar: str, options: JsonCompileOptions) -> str:
+    """options: of the schemas within it."""
+    if is_gbnf(grammar):
+        return lark_of_gbnf(grammar)
+    return with_schemas_in_lark(grammar, lambda schema: _with_options(schema, options))
 
 
 def _with_narrow_classes(pattern: str) -> str:
@@ -250,27 +258,38 @@ _IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 """Characters that must be escaped in an expression between slashes."""
 
 
-def _json_grammar(schema: str, wanted: StructuredOutput) -> str:
+def _json_options(wanted: StructuredOutput) -> JsonCompileOptions:
     options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern:
         options["whitespace_pattern"] = wanted.whitespace_pattern
+    return options
+
+
+def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
+    """A schema within a grammar, with its options, or those that it states itself."""
+    return {"x-guidance": options, **(schema if isinstance(schema, dict) else {"allOf": [schema]})}
+
+
+def _json_grammar(schema: str, wanted: StructuredOutput) -> str:
     if not schema.lstrip().startswith("{"):  # true and false are schemas too
         schema = json.dumps({"allOf": [json.loads(schema)]})
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(wanted))
 
 
 def _tag_grammar(tag: Any, wanted: StructuredOutput) -> str:
-    options = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    options = _json_options(wanted)
 
     def schema_of(schema: Any) -> str:
-        schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+        return f"%json {json.dumps(_with_options(schema, options))}"
 
     def regex_of(pattern: str) -> str:
         written = _ESCAPED.sub(lambda found: _IN_LARK.get(found[0], found[0]), _with_narrow_classes(pattern))
         return f"/{written}/"
 
-    return in_lark(format_of(tag), schema_of=schema_of, regex_of=regex_of, lark_of=_in_lark)
+    def lark_of(grammar: str) -> str:
+        return _in_lark(grammar, options)
+
+    return in_lark(format_of(tag), schema_of=schema_of, regex_of=regex_of, lark_of=lark_of)
 
 
 def _problem_of(schema: Any, limits: LLParserLimits) -> str:

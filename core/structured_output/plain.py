@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headrace.core.options.structured_outputs import WHITESPACE
 from headrace.ipc.messages import StructuredOutput
 
 MOST_CHARACTERS = 1 << 14
@@ -31,7 +32,7 @@ _CHOICES = ("enum", "const", "required")
 
 
 def is_plain(wanted: StructuredOutput) -> bool:
-    if len(wanted.text) > MOST_CHARACTERS or wanted.whitespace_pattern:
+    if len(wanted.text) > MOST_CHARACTERS or wanted.whitespace_pattern not in ("", *WHITESPACE.values()):
         return False
     match wanted.kind:
         case "json_object" | "choice":

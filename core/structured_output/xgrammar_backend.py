@@ -289,6 +289,14 @@ class XGrammarBackend:
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Compiles a request's form. Raises ValueError and others if the library cannot read it."""
         wanted = prepared(wanted)
+        has_own_whitespace = wanted.disable_any_whitespace or bool(wanted.whitespace_pattern)
+
+        def followed_within(schema: Any) -> Any:
+            """Of a tag or a grammar; those of tool calls state their own white space."""
+            if has_own_whitespace and not (isinstance(schema, dict) and "x-guidance" in schema):
+                raise ValueError("the white space of JSON within a tag or a grammar cannot be chosen")
+            return followed(schema)
+
         match wanted.kind:
             case "json":
                 return self._compiled_json(followed(json.loads(wanted.text)), wanted)
@@ -302,9 +310,9 @@ class XGrammarBackend:
             case "grammar":
                 if is_gbnf(wanted.text):
                     return self._compiler.compile_grammar_from_strings(wanted.text, "root")
-                return self._compiler.compile_lark(with_schemas_in_lark(wanted.text, followed), [], [])
+                return self._compiler.compile_lark(with_schemas_in_lark(wanted.text, followed_within), [], [])
             case "structural_tag":
-                form = with_schemas(format_of(json.loads(wanted.text)), followed)
+                form = with_schemas(format_of(json.loads(wanted.text)), followed_within)
                 form = with_patterns(form, followed_expression)
                 return self._compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
 

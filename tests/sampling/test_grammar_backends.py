@@ -45,7 +45,8 @@ each_backend = pytest.mark.parametrize("name", NAMES)
 
 
 def compiled(name: str, kind: Any, text: str, **more: Any) -> Any:
-    wanted = StructuredOutput(kind=kind, text=text, **{"disable_any_whitespace": True, **more})
+    is_tight = name == "llguidance" or kind in ("json", "json_object")
+    wanted = StructuredOutput(kind=kind, text=text, **{"disable_any_whitespace": is_tight, **more})
     return BACKENDS[name].compile(wanted)
 
 
@@ -75,6 +76,42 @@ def walk(name: str, matcher: Any, numbers: random.Random, most: int) -> tuple[st
         if token_id != tiny_models.EOS:
             token_ids.append(token_id)
     return TOKENIZER.decode(token_ids), matcher.is_complete
+
+
+WITHIN = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+"""A schema alone, in a tag and in a grammar."""
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("more", "allowed"),
+    [
+        ({}, ("", " ", "  ", "\n")),
+        ({"disable_any_whitespace": True}, ("",)),
+        ({"whitespace_pattern": "[ ]?"}, ("", " ")),
+    ],
+    ids=("any", "none", "pattern"),
+)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", json.dumps(WITHIN)),
+        ("structural_tag", json.dumps({"format": {"type": "json_schema", "json_schema": WITHIN}})),
+        ("grammar", f"start: %json {json.dumps(WITHIN)}"),
+    ],
+    ids=("json", "structural_tag", "grammar"),
+)
+def test_json_has_the_white_space_that_is_asked_for_wherever_it_stands(
+    name: str, kind: str, text: str, more: dict[str, Any], allowed: tuple[str, ...]
+) -> None:
+    options = {"disable_any_whitespace": False, **more}
+    if name == "xgrammar" and more and (kind, *more) != ("json", "disable_any_whitespace"):
+        with pytest.raises(InvalidRequestError, match=r"white space of JSON within|no whitespace_pattern"):
+            compiled(name, kind, text, **options)
+        return
+    matcher = compiled(name, kind, text, **options)
+    found = [each for each in ("", " ", "  ", "\n") if takes(matcher, f'{{"a":{each}1{each}}}')]
+    assert found == list(allowed)
 
 
 ONE_PROPERTY = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

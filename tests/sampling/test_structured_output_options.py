@@ -67,6 +67,25 @@ def test_fields_of_the_engines_config_hold_for_every_request(folder: str) -> Non
         assert set(ask(strict, several(json=OPEN))) == {'{"a":1}'}
 
 
+def test_outlines_writes_at_most_a_space_between_the_parts_of_json(folder: str) -> None:
+    def has_lines(answers: list[str]) -> bool:
+        return any(set(each) & set("\n\t\r") or "  " in each for each in answers)
+
+    with LLM(model=folder, in_process=True, **ENGINE) as llm:
+        assert has_lines(ask(llm, several(json=THREE))), "any white space where nothing forbids it"
+        assert not has_lines(found := ask(llm, several(json=THREE, backend="outlines")))
+        assert len(set(found)) > 1, "a space is allowed"
+        tag = {"format": {"type": "json_schema", "json_schema": THREE}}
+        assert not has_lines(ask(llm, several(structural_tag=tag, backend="outlines")))
+        assert set(ask(llm, several(json=THREE, backend="outlines", whitespace_pattern=""))) == {"[1,1,1]"}
+        found = ask(llm, several(json=THREE, backend="outlines", whitespace_pattern="\n\n"))
+        assert {each.replace("\n\n", "") for each in found} == {"[1,1,1]"}
+        assert has_lines(found)
+    with LLM(model=folder, in_process=True, structured_outputs_config={"backend": "outlines"}, **ENGINE) as llm:
+        assert not has_lines(ask(llm, several(json=THREE)))
+        assert has_lines(ask(llm, several(json=THREE, backend="guidance")))
+
+
 @pytest.mark.parametrize(
     "options",
     [
