@@ -1,12 +1,14 @@
 """Answers that begin with reasoning: limits the length of the reasoning, and applies the grammar only after it.
 
     BEFORE ----begin----> THINKING ----end----> AFTER        the tokens of the markers `begin` and `end` lead on
-       |                      |                   ^
+       |                      |                   ^          (without a form, AFTER ----begin----> THINKING again)
        |                      +- budget spent --> CLOSING -- forced tokens: the end marker, perhaps after some text
        +--- a token of the form, if there is one ---------->
 
 In BEFORE and THINKING any token is allowed. With a form (a grammar), an answer either begins with the marker, or
-follows the form from its first token on. If the prompt ends within reasoning, the answer starts in THINKING.
+follows the form from its first token on. If the prompt ends within reasoning, the answer starts in THINKING. Without a
+form, an answer may reason again and again, each time with the whole budget, as in vLLM; a later beginning counts only
+in the marker's own tokens, since an answer may mention the marker.
 
 A marker is found in the text, since a model may write it in other tokens, together with its neighbours.
 White space behind it is no part of the answer. Before a form, no token is allowed that completes the marker and begins
@@ -93,7 +95,7 @@ class ThinkingMatcher:
         thinking: Thinking,
         form: Matcher | None,
         position: ReasoningPosition | None = None,
-        markers: tuple[Marker, Marker] | None = None,
+        markers: tuple[Marker, Marker, Marker] | None = None,
     ) -> None:
         """form: matcher of the answer's form, at its start. None: any answer may follow the reasoning."""
         self._thinking, self._form = thinking, form
@@ -101,6 +103,7 @@ class ThinkingMatcher:
         self._markers = markers or (
             Marker(thinking.begin, thinking.begin_text, near),
             Marker(thinking.end, thinking.end_text, near),
+            Marker(thinking.begin, b"", {}),
         )
         self._closing = thinking.forced or thinking.end
         start = Stage.THINKING if thinking.is_open else Stage.BEFORE
@@ -111,8 +114,8 @@ class ThinkingMatcher:
     def accept(self, token_id: int) -> bool:
         if self._position.stage is Stage.BEFORE and self._form is not None and not self._opens(token_id):
             self._position = ReasoningPosition(Stage.AFTER)
-        if self._position.stage is Stage.AFTER:
-            return self._form is None or self._form.accept(token_id)
+        if self._position.stage is Stage.AFTER and self._form is not None:
+            return self._form.accept(token_id)
         is_allowed = self._allows(self._position, token_id)
         self._position = self._next(self._position, token_id)
         return is_allowed
@@ -136,8 +139,8 @@ class ThinkingMatcher:
         return len(token_ids)
 
     def forced_tokens(self) -> list[int]:
-        if self._position.stage is Stage.AFTER:
-            return [] if self._form is None else self._form.forced_tokens()
+        if self._position.stage is Stage.AFTER and self._form is not None:
+            return self._form.forced_tokens()
         return self._forced(self._position)
 
     @property
@@ -224,6 +227,11 @@ class ThinkingMatcher:
                 return self._entered(ReasoningPosition(Stage.THINKING, position.num_tokens + 1, recent))
             case Stage.OPENING | Stage.CLOSING:
                 return self._entered(ReasoningPosition(position.stage, position.num_tokens + 1))
+            case Stage.AFTER if self._form is None:
+                recent, is_begun = self._markers[2].next(position.recent, token_id)
+                if is_begun:
+                    return self._entered(ReasoningPosition(Stage.THINKING))
+                return ReasoningPosition(Stage.AFTER, 0, recent)
         return position
 
     def _entered(self, position: ReasoningPosition) -> ReasoningPosition:

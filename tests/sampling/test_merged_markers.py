@@ -15,7 +15,7 @@ from test_thinking import ENGINE, FORM, ask, form
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, SamplingParams, StructuredOutputsParams
 from headrace.core.structured_output.backend import Vocabulary, make_backend
 from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.frontend.request.parameters.thinking import thinking_of
@@ -100,6 +100,27 @@ def test_a_token_with_the_end_of_the_marker_and_the_beginning_of_the_answer_is_n
         assert matcher.accept(merged) == (not with_form)
 
 
+def test_every_reasoning_of_an_answer_without_a_form_has_the_whole_budget():
+    matcher, end = matcher_of(budget=3, is_open=True, with_form=False), ids_of(END)
+    for text in ("", "The answer.", "a < b", f" {BEGIN[:-1]}"):
+        if text:
+            begin = [*ids_of(text), *ids_of(BEGIN)]
+            assert all(matcher.accept(each) for each in begin)
+        thought = [TOKENIZER.token_to_id(each) for each in "abc"]
+        assert matcher.num_valid([*thought, end[0], thought[0]]) == len(thought) + 1
+        for token_id in thought:
+            assert not matcher.forced_tokens()
+            assert matcher.accept(token_id)
+        assert matcher.forced_tokens() == end
+        assert mask_of(matcher) == {end[0]}
+        for token_id in end:
+            assert matcher.accept(token_id)
+        assert len(mask_of(matcher)) == SIZE
+        assert not matcher.forced_tokens()
+    assert all(matcher.accept(each) for each in ids_of(f"the tag {BEGIN[:-1]} >{END} and so on {END}"))
+    assert not matcher.forced_tokens()
+
+
 def test_a_budget_counts_from_a_beginning_that_is_merged_with_its_neighbour():
     matcher, said = matcher_of(budget=3, is_open=False, with_form=False), ids_of(f"hm{BEGIN}\n\n")
     assert not matcher.forced_tokens()
@@ -158,8 +179,9 @@ WELCOME: Any = SimpleNamespace(
 )
 
 
-def thinking_in(prompt: str, budget: int = 3) -> Thinking | None:
-    params = SamplingParams(thinking_token_budget=budget)
+def thinking_in(prompt: str, budget: int = 3, *, with_form: bool = False) -> Thinking | None:
+    form = StructuredOutputsParams(regex="a") if with_form else None
+    params = SamplingParams(thinking_token_budget=budget, structured_outputs=form)
     ids = OF_ONE_TOKEN.encode(prompt, add_special_tokens=False)
     of_text, of_tokens = (
         thinking_of(params, each, OF_ONE_TOKEN, WELCOME)
@@ -190,8 +212,11 @@ def test_a_marker_of_one_token_is_found_where_the_model_writes_it_in_several():
 
 
 def test_reasoning_of_an_earlier_turn_is_not_that_of_the_answer():
-    assert thinking_in(f"{BEGIN}so{END}") is None
-    assert thinking_in(f"{BEGIN}so{END}\n\n") is None
+    for over in (f"{BEGIN}so{END}", f"{BEGIN}so{END}\n\n"):
+        assert thinking_in(over, with_form=True) is None
+        again = thinking_in(over)
+        assert again is not None, "the answer may reason again"
+        assert not again.is_open
     before = thinking_in(f"{BEGIN}so{END} it is\nuser: why?\n")
     assert before is not None
     assert not before.is_open

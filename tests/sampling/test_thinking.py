@@ -92,6 +92,30 @@ def test_a_budget_alone_leaves_the_rest_of_the_answer_as_it_is(llm: LLM) -> None
     assert ask(llm, "the water</th>", form(5)) == ask(llm, "the water</th>", form())
 
 
+def test_a_budget_holds_for_each_reasoning_of_an_answer(folder: str) -> None:
+    own = {"reasoning_start_str": "q", "reasoning_end_str": "zz"}
+    with LLM(model=folder, reasoning_config=own, **ENGINE) as llm:
+        letters = llm.get_tokenizer().encode("qzh", add_special_tokens=False)
+        assert len(letters) == 3
+        params = form(3)
+        params.allowed_token_ids, params.temperature = letters, 5.0
+        for prompt in ("the water q", "the water", "the water q so zz"):
+            for params.seed in range(3):
+                text, token_ids = ask(llm, prompt, params)
+                assert len(text) == len(token_ids)
+                reasonings = re.findall("q(.*?)(?:zz|z?$)", "q" + text if prompt.endswith("q") else text)
+                assert len(reasonings) > 2
+                assert all(len(each) <= 3 for each in reasonings), text
+
+
+def test_the_form_begins_with_the_first_token_behind_the_end_marker(llm: LLM) -> None:
+    """White space there too is what the form says, as in vLLM."""
+    (line,) = llm.get_tokenizer().encode("\n", add_special_tokens=False)[-1:]
+    params = form(2, regex=FORM)
+    params.logit_bias = {line: 50.0}
+    assert re.fullmatch(f"(?s).*</th>{FORM}", ask(llm, "the water<th>", params)[0])
+
+
 def test_reasoning_has_the_form_too_where_the_engine_says_so(folder: str, reasoning: str) -> None:
     config = {"reasoning_parser": reasoning, "enable_in_reasoning": True}
     with LLM(model=folder, structured_outputs_config=config, **ENGINE) as llm:

@@ -48,8 +48,8 @@ def thinking_of(
     opened, ended = (text.rfind(marker) if marker else -1 for marker in markers)
     is_open = opened > ended or (declared.starts_open and ended < 0)
     is_over = ended >= 0 and not text[ended + len(markers[1]) :].strip()  # not that of an earlier turn alone
-    if not is_open and (is_over or not begin):
-        return None  # the reasoning has ended in the prompt, or has no marker that would show its beginning
+    if not is_open and (not begin or (is_over and waits)):
+        return None  # no marker would show its beginning, or the form begins with the answer
     forced = _token_ids(tokenizer, welcome.reasoning_end)
     near = {token_id: data for marker in markers if marker for token_id, data in tokenizer.tokens_near(marker).items()}
     return Thinking(
