@@ -19,7 +19,7 @@ from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.helper.trial import OTHER, PLAIN, QUICK_BYTES, Trial
 from headrace.core.structured_output.plain import is_plain
-from headrace.core.structured_output.thinking import allow, for_forms, split
+from headrace.core.structured_output.thinking import allow, for_forms, free_of_form, split
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -75,6 +75,19 @@ class Backends:
         """Tells which tokens the matchers are to accept next, so that one message passes them all on."""
         if ahead := for_forms(passed):
             self._follower.advance(cast(list[tuple[FollowedMatcher, list[int]]], ahead))
+
+    def num_valid(self, tried: Sequence[tuple[Matcher, list[int]]]) -> list[int]:
+        """`Matcher.num_valid` of each with its tokens, asked for in one message."""
+        found, left = list[int](), list[tuple[int, FollowedMatcher, list[int]]]()
+        for nth, (matcher, token_ids) in enumerate(tried):
+            num, form, rest = free_of_form(matcher, token_ids)
+            found.append(num)
+            if form is not None:
+                left.append((nth, cast(FollowedMatcher, form), rest))
+        of_forms = self._follower.num_valid([(form, rest) for _, form, rest in left])
+        for (nth, *_), num in zip(left, of_forms, strict=True):
+            found[nth] += num
+        return found
 
     def begin(self, positions: Sequence[tuple[Matcher, int, list[int]]]) -> Callable[[np.ndarray], None]:
         """Begins to make the masks of the tokens allowed next, for matchers that do not advance until they are written.

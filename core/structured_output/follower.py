@@ -114,10 +114,7 @@ class FollowedMatcher:
         return self._stopped or self._state.problem
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        tokens = list(token_ids)
-        if not tokens or tokens == self._state.forced[: len(tokens)]:
-            return len(tokens)
-        return 0 if self._stopped else self.form.follower.num_valid(self, tokens)
+        return self.form.follower.num_valid([(self, list(token_ids))])[0]
 
     def forced_tokens(self) -> list[int]:
         return self._state.forced
@@ -130,6 +127,12 @@ class FollowedMatcher:
     def come(self, token_ids: Sequence[int], states: Sequence[State]) -> None:
         """The states after these tokens, which are still to be accepted here."""
         self._ahead.extend(zip(token_ids, states, strict=False))
+
+    def known_valid(self, token_ids: list[int]) -> int | None:
+        """`num_valid`, if it is known here."""
+        if not token_ids or token_ids == self._state.forced[: len(token_ids)]:
+            return len(token_ids)
+        return 0 if self._stopped else None
 
     def stop(self, why: str) -> None:
         self._stopped = self._stopped or why
@@ -266,13 +269,25 @@ class Follower:
             for matcher, states in zip(going, answer.states, strict=True):
                 matcher.come(tokens_of[matcher.number], states)
 
-    def num_valid(self, matcher: FollowedMatcher, token_ids: list[int]) -> int:
+    def num_valid(self, tried: Sequence[tuple[FollowedMatcher, list[int]]]) -> list[int]:
+        """`Matcher.num_valid` of each, in one message."""
+        found = [matcher.known_valid(token_ids) for matcher, token_ids in tried]
+        tokens_of = {
+            matcher.number: token_ids for (matcher, token_ids), known in zip(tried, found, strict=True) if known is None
+        }
+        if not tokens_of:
+            return [known or 0 for known in found]
+
+        def message(going: Sequence[FollowedMatcher]) -> Follow:
+            return self._message(going, tried=[(each.number, tokens_of[each.number]) for each in going])
+
         with self._lock:
             self._settle()
-            _, answer = self._exchange(
-                [matcher], lambda going: self._message(going, tried=[(matcher.number, token_ids)])
-            )
-            return answer.num_valid[0] if answer.num_valid else 0
+            asked = [matcher for matcher, _ in tried if matcher.number in tokens_of]
+            going, answer = self._exchange(asked, message)
+        valid = {each.number: num for each, num in zip(going, answer.num_valid, strict=True)}
+        pairs = zip(tried, found, strict=True)
+        return [valid.get(matcher.number, 0) if known is None else known for (matcher, _), known in pairs]
 
     def begin(self, positions: Sequence[Position]) -> Masks:
         """Begins to make masks, as `Backend.fill` has them. No matcher of them advances before they are written."""

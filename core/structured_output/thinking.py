@@ -129,14 +129,20 @@ class ThinkingMatcher:
         return self._form.problem if self._form is not None else ""
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
+        num, form, rest = self.free_of_form(list(token_ids))
+        return num if form is None else num + form.num_valid(rest)
+
+    def free_of_form(self, token_ids: list[int]) -> tuple[int, Matcher | None, list[int]]:
+        """How many of the tokens are allowed before the form's matcher has to be asked, that matcher, and the tokens to
+        ask it about. None: it has not."""
         position = self._position
         for nth, token_id in enumerate(token_ids):
             if self._form is not None and position.stage in (Stage.BEFORE, Stage.AFTER):
-                return nth + self._form.num_valid(token_ids[nth:])
+                return nth, self._form, token_ids[nth:]
             if not self._allows(position, token_id):
-                return nth
+                return nth, None, []
             position = self._next(position, token_id)
-        return len(token_ids)
+        return len(token_ids), None, []
 
     def forced_tokens(self) -> list[int]:
         if self._position.stage is Stage.AFTER and self._form is not None:
@@ -255,6 +261,11 @@ def for_forms(passed: Sequence[tuple[Matcher, list[int]]]) -> list[tuple[Matcher
         (each.present_form if isinstance(each, ThinkingMatcher) else each, token_ids) for each, token_ids in passed
     ]
     return [(form, token_ids) for form, token_ids in forms if form is not None]
+
+
+def free_of_form(matcher: Matcher, token_ids: list[int]) -> tuple[int, Matcher | None, list[int]]:
+    """As `ThinkingMatcher.free_of_form`, for any matcher."""
+    return matcher.free_of_form(token_ids) if isinstance(matcher, ThinkingMatcher) else (0, matcher, token_ids)
 
 
 def split(

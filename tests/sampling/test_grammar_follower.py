@@ -27,12 +27,14 @@ from test_structured_outputs import ENGINE, PERSON, ask, form
 
 from headrace import LLM
 from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.core.structured_output.backend import Matcher
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.follower import FollowedMatcher, Follower
 from headrace.core.structured_output.held_memory import HeldMemory
 from headrace.core.structured_output.helper.trial import Trial
+from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
-from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.messages import StructuredOutput, Thinking
 
 (CRASHES,), (HANGS,), (CRASHES_LATER,) = tokens_of("X"), tokens_of("Y"), tokens_of("Z")
 FORM = "[a-zA-Z]{3,40}"
@@ -186,6 +188,51 @@ def test_tokens_are_passed_on_ahead_and_a_matcher_may_go_another_way(follower: F
     assert not twin.accept(a)
     assert matcher.accept(b)
     assert matcher.num_valid([b, c, a, b]) == 2
+
+
+def test_the_drafts_of_all_rows_are_asked_about_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = Backends(StructuredOutputs(), VOCABULARY)
+    try:
+        start = backends.compile(StructuredOutput(kind="regex", text="(ab)*c"))
+        thinking = ThinkingMatcher(Thinking(end=tuple(tokens_of("X")), is_open=True, budget=2), start.copy())
+        tried: list[tuple[Matcher, str, int]] = [
+            *((start.copy(), text, num) for text, num in (("abab", 4), ("abb", 2), ("c", 1), ("b", 0), ("abc", 3))),
+            (thinking, "zXabx", 4),
+            (thinking, "zz", 2),
+            (thinking, "zzz", 2),
+        ]
+        sent, send = list[object](), backends._follower.helper.send
+
+        def counted(lane: int, message: object, *more: Any) -> Any:
+            sent.append(message)
+            return send(lane, message, *more)
+
+        monkeypatch.setattr(backends._follower.helper, "send", counted)
+        asked = [(matcher, tokens_of(text)) for matcher, text, _ in tried]
+        assert backends.num_valid(asked) == [num for *_, num in tried]
+        assert len(sent) == 1
+        assert [matcher.num_valid(token_ids) for matcher, token_ids in asked] == [num for *_, num in tried]
+    finally:
+        backends.stop()
+
+
+def test_speculation_beside_forms_asks_once_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
+    of_step, num_valid = list[int](), Follower.num_valid
+
+    def counted(follower: Follower, tried: Sequence[Any]) -> list[int]:
+        of_step.append(len(tried))
+        return num_valid(follower, tried)
+
+    monkeypatch.setattr(Follower, "num_valid", counted)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    asked = [form(regex="[ab]{60}", seed=n, max_tokens=100) for n in range(6)]
+    with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
+        expected = ask(llm, asked)
+    with LLM(model=str(folder), in_process=True, speculative_config=drafts, **ENGINE) as llm:
+        assert ask(llm, asked) == expected
+        assert llm.get_stats().steps >= len(of_step) > 0
+    assert max(of_step) > 1
 
 
 def test_masks_that_were_begun_are_kept_while_other_messages_pass(follower: Follower) -> None:

@@ -27,7 +27,7 @@ CONCERNED: dict[str, Callable[..., Iterable[int | Request]]] = {
     "enter": lambda row: (row,),
     "waits": lambda rows: rows,
     "propose": lambda builder: builder.decodes,
-    "cut": lambda row, draft: (row,),
+    "cut": lambda rows, drafts: rows,
     "seal": lambda plan: plan.rows,
     "quiet_steps": lambda plan: plan.rows,
     "repeated": lambda plan: plan.rows,

@@ -97,13 +97,14 @@ class Drafting(StepFeature):
         for drafter, mask in zip(drafters, wanted, strict=True):
             if mask.any():
                 drafter.look_up(rows[mask])
-        num_running = int(np.count_nonzero(table.active))
+        num_running, num_reserved = int(np.count_nonzero(table.active)), 0
+        proposals = list[_Proposal]()
         for nth, index in enumerate(due):
             row = int(rows[index])
             num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
             tables.give_back([row], table)
             # Each running request may need a block before this one has used the blocks that it gets for drafts.
-            spare = max(0, tables.num_free_to_grow() - num_running)
+            spare = max(0, tables.num_free_to_grow() - num_running - num_reserved)
             limit = min(
                 self._most_drafts,
                 budget // (len(due) - nth),
@@ -113,23 +114,37 @@ class Drafting(StepFeature):
             if limit <= 0:
                 continue
             asked = [drafter for drafter, mask in zip(drafters, wanted, strict=True) if mask[index]]
-            author, draft = self._draft_of(row, limit, asked)
-            if author is not None:
-                more = max(0, -(-(num_tokens + len(draft)) // tables.block_size) - held)
-                builder.lengthen(index, len(draft), *tables.extend(row, more))
-                self._proposed[index], self._author[row] = draft, author
-                budget -= len(draft)
+            proposal = _Proposal(index, row, asked)
+            if proposal.next(limit, self._costs.least_likely):
+                proposals.append(proposal)
+                num_reserved += self._num_more_blocks(proposal)
+                budget -= len(proposal.draft)
+        self._cut(proposals)
+        for each in proposals:
+            if len(each.draft):
+                more = self._num_more_blocks(each)
+                builder.lengthen(each.index, len(each.draft), *tables.extend(each.row, more))
+                self._proposed[each.index], self._author[each.row] = each.draft, each.author
 
-    def _draft_of(self, row: int, limit: int, drafters: Sequence[Drafter]) -> tuple[Drafter | None, np.ndarray]:
-        """The first draft that is found, and its drafter. None if there is no draft."""
-        for drafter in drafters:
-            draft = drafter.propose(row, limit, self._costs.least_likely)
+    def _num_more_blocks(self, proposal: _Proposal) -> int:
+        tables = self.context.tables
+        num_tokens = int(self.context.rows.num_tokens[proposal.row]) + len(proposal.draft)
+        return max(0, -(-num_tokens // tables.block_size) - int(tables.num_blocks[proposal.row]))
+
+    def _cut(self, proposals: list[_Proposal]) -> None:
+        """Has features cut the drafts, each feature all of them at once. Where nothing is left, the next drafter's is
+        cut, which gets the room of the first one's."""
+        while proposals:
+            rooms = [len(each.draft) for each in proposals]
             for feature in self.context.features:
-                if len(draft) and feature.drafter is not drafter:  # which drafts what it allows
-                    draft = feature.cut(row, draft)
-            if len(draft):
-                return drafter, draft
-        return None, np.empty(0, np.int32)
+                cut = [each for each in proposals if len(each.draft) and feature.drafter is not each.author]
+                if cut:  # a feature's own drafter drafts what it allows
+                    drafts = feature.cut([each.row for each in cut], [each.draft for each in cut])
+                    for each, draft in zip(cut, drafts, strict=True):
+                        each.draft = draft
+            pairs = zip(proposals, rooms, strict=True)
+            least = self._costs.least_likely
+            proposals = [each for each, room in pairs if not len(each.draft) and each.next(room, least)]
 
     def seal(self, plan: StepPlan) -> StepPlan:
         for drafter in self._own:
@@ -188,6 +203,24 @@ class Drafting(StepFeature):
         self._author.pop(row, None)
         for drafter in self._own:
             drafter.leave(row)
+
+
+class _Proposal:
+    """A row's draft in the making."""
+
+    def __init__(self, index: int, row: int, drafters: Sequence[Drafter]) -> None:
+        """index: of the row in the builder's decodes. drafters: those to ask, in this order."""
+        self.index, self.row, self._left = index, row, list(drafters)
+        self.draft = np.empty(0, np.int32)
+
+    def next(self, limit: int, least_likely: float) -> bool:
+        """Takes the draft of the next drafter that has one."""
+        while self._left:
+            self.author = self._left.pop(0)
+            self.draft = self.author.propose(self.row, limit, least_likely)
+            if len(self.draft):
+                return True
+        return False
 
 
 def drafting_of(plan: Plan) -> Drafting:

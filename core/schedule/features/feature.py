@@ -133,9 +133,10 @@ class StepFeature:
     def propose(self, builder: PlanBuilder) -> None:
         """Lengthens decodes of the plan (`PlanBuilder.lengthen`)."""
 
-    def cut(self, row: int, draft: np.ndarray) -> np.ndarray:
-        """The longest prefix of a row's draft, [num_drafts] int32, that this feature allows."""
-        return draft
+    def cut(self, rows: Sequence[int], drafts: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Of each row's draft, [num_drafts] int32, the longest prefix that this feature allows. Called once for all
+        rows of a step, and again for those that get another draft since nothing was left of theirs."""
+        return drafts
 
     def seal(self, plan: StepPlan) -> StepPlan:
         """The plan with this feature's attachment, if it has one. The table counts the plan's tokens already."""

@@ -13,6 +13,7 @@ drafts, has its own mask:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -65,10 +66,13 @@ class GrammarMasks(StepFeature):
         waits: np.ndarray = table.has_matcher[rows] & (table.num_known_tokens[rows] < table.num_tokens[rows])
         return waits
 
-    def cut(self, row: int, draft: np.ndarray) -> np.ndarray:
-        if not self.context.rows.has_matcher[row]:
-            return draft
-        return draft[: _matcher(self.context.rows, row).num_valid(draft.tolist())]
+    def cut(self, rows: Sequence[int], drafts: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        table, kept = self.context.rows, list(drafts)
+        of = [nth for nth, row in enumerate(rows) if table.has_matcher[row]]
+        tried = [(_matcher(table, rows[nth]), drafts[nth].tolist()) for nth in of]
+        for nth, num in zip(of, self._backend.num_valid(tried), strict=True):
+            kept[nth] = drafts[nth][:num]
+        return kept
 
     def seal(self, plan: StepPlan) -> StepPlan:
         """Adds the masks of the plan's sampled positions, if a sampled row has a grammar."""
