@@ -56,6 +56,9 @@ class ReloadWeights(Command, frozen=True):
 
     path: str = ""
     """A folder or file, as the option `model` takes it; empty for the engine's own model."""
+    part: Literal["", "prepare", "use", "forget"] = ""
+    """Of several engines all or none change: `prepare` loads the weights beside those in use, `use` has them take their
+    place, and `forget` drops them, in an engine that could not load them too. Empty: all of it at once."""
 
 
 class Sleep(Command, frozen=True):

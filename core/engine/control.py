@@ -136,6 +136,8 @@ class Controller:
         self.on_weights_path: Callable[[str], None] = lambda path: None
         """Called with the path of each ReloadWeights that was carried out."""
         self._weights = plan.model.weights
+        self._has_prepared = False
+        """The ranks have weights beside those in use."""
 
     def carry_out(self, client: int, call: int, command: Commands) -> None:
         """Carries out and answers a command; no step may be in flight. One that fails changes nothing and is answered
@@ -149,7 +151,7 @@ class Controller:
         except HeadraceError as error:
             failure = Failure.of(error, process="engine-core", phase="control")
             death = error if isinstance(error, EngineDeadError) else None
-        if failure is None and isinstance(command, ReloadWeights | Sleep):
+        if failure is None and (_changes_weights(command) or isinstance(command, Sleep)):
             forget_computed(self._scheduler)
         # A sleep that failed ends its pause too.
         slept = isinstance(command, Sleep | WakeUp) and self.pause.is_for_sleep and not self.asleep
@@ -186,8 +188,17 @@ class Controller:
                 return self._describe(command)
             case CallExtension():
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
+            case ReloadWeights(part="prepare"):
+                self._prepare_weights(command.path)
+            case ReloadWeights(part="forget"):
+                self._use_weights(prepared=False)
             case ReloadWeights():
-                self.reload_weights(command.path)
+                if not command.part:
+                    self.reload_weights(command.path)
+                elif not self._has_prepared:
+                    raise HeadraceError("no weights are prepared here: the engine has slept or was started since")
+                else:
+                    self._use_weights(prepared=True)
                 self.on_weights_path(command.path)
             case Sleep():
                 self._sleep(command)
@@ -206,6 +217,8 @@ class Controller:
         if self.asleep:
             logger.warning("sleep has no effect: the engine is asleep already (%s)", ", ".join(sorted(self.asleep)))
             return
+        if self._has_prepared:
+            self._use_weights(prepared=False)
         try:
             self._executor.control(command)
         except EngineDeadError:
@@ -217,14 +230,25 @@ class Controller:
 
     def reload_weights(self, path: str) -> None:
         """Raises HeadraceError; the old weights stay in use then."""
+        try:
+            self._prepare_weights(path)
+        except HeadraceError:
+            self._use_weights(prepared=False)
+            raise
+        self._use_weights(prepared=True)
+
+    def _prepare_weights(self, path: str) -> None:
+        """Raises HeadraceError; some ranks may have them then."""
         if "weights" in self.asleep:
             raise HeadraceError("the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])")
-        try:
-            self._executor.control(PrepareWeights(path=path))
-        except HeadraceError:
-            self._executor.control(UseWeights(prepared=False))
-            raise
-        self._note_weights(self._executor.control(UseWeights(prepared=True)))
+        if self._has_prepared:  # for a client that has gone
+            self._use_weights(prepared=False)
+        self._executor.control(PrepareWeights(path=path))
+        self._has_prepared = True
+
+    def _use_weights(self, *, prepared: bool) -> None:
+        self._has_prepared = False
+        self._note_weights(self._executor.control(UseWeights(prepared=prepared)))
 
     def _note_weights(self, answers: Sequence[WorkerAnswer]) -> None:
         weights = answers[0].weights if answers else ""
@@ -303,3 +327,7 @@ def profile_folder(options: Options) -> Path | None:
     if not isinstance(folder, str) or not folder:
         raise OptionError(f"profiler_config.torch_profiler_dir is {folder!r}; it must be a folder's path")
     return Path(folder).absolute()
+
+
+def _changes_weights(command: Commands) -> bool:
+    return isinstance(command, ReloadWeights) and command.part in ("", "use")

@@ -216,11 +216,10 @@ class AsyncControls(OneProcess):
         """Loads the weights again: the model's own, or those of another checkpoint with the same config.
 
         Running requests continue with the new ones; the prefix cache is cleared. Raises HeadraceError, and keeps the
-        old weights, if the checkpoint is missing, of another shape, or does not fit beside the old weights.
+        old weights, if the checkpoint is missing, of another shape, or does not fit beside the old weights. Of several
+        engines all get the new weights, or none.
         """
-        if not isinstance(weights_path, str | os.PathLike | None):
-            raise InvalidRequestError(f"weights_path must be the path of a checkpoint, not {weights_path!r:.100}")
-        await self.control(ReloadWeights(path=str(os.fsdecode(weights_path or ""))), None)
+        await self.control(ReloadWeights(path=checked_weights_path(weights_path)), None)
 
     async def start_profile(
         self,
@@ -328,3 +327,10 @@ class Controls(OneProcess):
     sleep = blocking(AsyncControls.sleep)
     wake_up = blocking(AsyncControls.wake_up)
     is_sleeping = blocking(AsyncControls.is_sleeping)
+
+
+def checked_weights_path(weights_path: str | os.PathLike[str] | None) -> str:
+    """What `reload_weights` sends. Raises InvalidRequestError."""
+    if not isinstance(weights_path, str | os.PathLike | None):
+        raise InvalidRequestError(f"weights_path must be the path of a checkpoint, not {weights_path!r:.100}")
+    return str(os.fsdecode(weights_path or ""))

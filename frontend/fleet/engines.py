@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import KeysView, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call, checked_weights_path
 from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
+from headrace.frontend.fleet.weights import reload_weights
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
@@ -132,6 +134,13 @@ class Engines(AsyncControls, AsyncLoRAControls):
         """Calls every engine and combines the answers."""
         answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
         return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
+        path = checked_weights_path(weights_path)
+        there = {each.name: each.client for each in self.engines if each.client is not None and each.usable}
+        if not there:
+            raise self._dead_error
+        await reload_weights(there, path)
 
     async def _fleet_adapters(self) -> FleetAdapters:
         return self.adapters

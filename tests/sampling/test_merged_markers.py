@@ -106,7 +106,7 @@ def test_every_reasoning_of_an_answer_without_a_form_has_the_whole_budget():
         if text:
             begin = [*ids_of(text), *ids_of(BEGIN)]
             assert all(matcher.accept(each) for each in begin)
-        thought = [TOKENIZER.token_to_id(each) for each in "abc"]
+        thought = [ids_of(each)[0] for each in "abc"]
         assert matcher.num_valid([*thought, end[0], thought[0]]) == len(thought) + 1
         for token_id in thought:
             assert not matcher.forced_tokens()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -30,13 +30,14 @@ from headrace.ipc.control import (
     Commands,
     DescribeEngine,
     EngineReport,
-    ReloadWeights,
     ResumeGeneration,
     StartProfile,
     StopProfile,
 )
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 from headrace.ipc.messages import EngineStats
+
+T = TypeVar("T")
 
 
 def is_development(options: ServeOptions) -> bool:
@@ -192,9 +193,11 @@ async def reset_mm_cache(state: ServerState, exchange: Exchange) -> None:
 
 
 async def reload_weights(state: ServerState, exchange: Exchange) -> None:
-    """Running requests continue with the new weights. An engine that cannot read them keeps its own and says why."""
+    """Running requests continue with the new weights. If an engine cannot read them, all keep their own, and it says
+    why."""
     asked = decode_query(exchange.query(), ReloadQuery)
-    await _command(state, ReloadWeights(path=asked.weights_path), None)
+    _clients(state)
+    await _answered(state.pool.reload_weights(asked.weights_path))
     await exchange.answer(StatusResponse("ok"))
 
 
@@ -245,8 +248,12 @@ async def server_info(state: ServerState, exchange: Exchange) -> None:
 
 async def _command(state: ServerState, command: Commands, timeout_s: float | None = QUICK_S) -> list[Any]:
     """Returns the answer of each engine. Raises ApiError (400) with an engine's reason if it refuses."""
+    return await _answered(asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state))))
+
+
+async def _answered(command: Awaitable[T]) -> T:
     try:
-        return await asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state)))
+        return await command
     except EngineDeadError:
         raise
     except HeadraceError as error:
