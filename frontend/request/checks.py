@@ -142,9 +142,9 @@ def check_length(prompt: Prompt, welcome: Welcome, answer: int = 1) -> int:
     error = TooLongError(
         # vLLM's sentences, which programs look for.
         f"The decoder prompt (length {num_prompt}) plus the number of requested output tokens (at least {answer}) is "
-        f"longer than the maximum model length of {limit} (the model's maximum context length is {limit} tokens). Make "
-        "sure that `max_model_len` is no smaller than the number of text tokens (prompt + requested output tokens). "
-        f"Please reduce the length of the prompt to {limit - answer} tokens or fewer"
+        f"longer than the maximum model length of {limit}. Make sure that `max_model_len` is no smaller than the "
+        f"number of text tokens (prompt + requested output tokens). The model's maximum context length is {limit} "
+        f"tokens. Please reduce the length of the prompt to {limit - answer} tokens or fewer"
         if answer
         else f"the prompt has {num_prompt} tokens, and max_model_len is {limit} (the model's maximum context length is "
         f"{limit} tokens). Please reduce the length of the prompt, or let truncate_prompt_tokens=-1 truncate it"

@@ -131,6 +131,11 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
         ([[1], [3] * 300], {}, r"prompts\[1\]: .*prompt \(length 300\) .* maximum model length of 256"),
         ([[3] * 256], {}, "maximum context length is 256 tokens"),
         ([[3] * 256], {}, "Please reduce the length of the prompt to 255 tokens"),
+        (
+            [[3] * 256],
+            {},
+            r"longer than the maximum model length of 256\. Make sure that `max_model_len` is no",
+        ),
         (5, {}, "a prompt is a string"),
         ([None], {}, "a prompt is a string"),
         ({"text": "x"}, {}, "a field 'text'"),
