@@ -25,6 +25,7 @@ from headrace.core.structured_output.json_schema import (
     schemas_in_lark,
     with_schemas_in_lark,
 )
+from headrace.core.structured_output.open_names import with_exact_names
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
 from headrace.core.structured_output.token_bytes import TokenBytes
@@ -267,13 +268,15 @@ def _json_options(wanted: StructuredOutput) -> JsonCompileOptions:
 
 def _with_options(schema: Any, options: JsonCompileOptions) -> Any:
     """A schema within a grammar, with its options, or those that it states itself."""
+    schema = with_exact_names(schema)
     return {"x-guidance": options, **(schema if isinstance(schema, dict) else {"allOf": [schema]})}
 
 
 def _json_grammar(schema: str, wanted: StructuredOutput) -> str:
-    if not schema.lstrip().startswith("{"):  # true and false are schemas too
-        schema = json.dumps({"allOf": [json.loads(schema)]})
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(wanted))
+    exact = with_exact_names(json.loads(schema))
+    if not isinstance(exact, dict):  # true and false are schemas too
+        exact = {"allOf": [exact]}
+    return LLMatcher.grammar_from_json_schema(json.dumps(exact), overrides=_json_options(wanted))
 
 
 def _tag_grammar(tag: Any, wanted: StructuredOutput) -> str:
@@ -294,7 +297,7 @@ def _tag_grammar(tag: Any, wanted: StructuredOutput) -> str:
 
 def _problem_of(schema: Any, limits: LLParserLimits) -> str:
     """Why the schema cannot be compiled, or "". Needs no tokenizer."""
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(with_exact_names(schema)))
     return LLMatcher.validate_grammar(grammar, limits=limits)
 
 

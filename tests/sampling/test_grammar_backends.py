@@ -114,6 +114,39 @@ def test_json_has_the_white_space_that_is_asked_for_wherever_it_stands(
     assert found == list(allowed)
 
 
+@pytest.mark.parametrize("others", [True, {}, {"type": "string"}, {"maxLength": 3}, None], ids=str)
+def test_a_declared_name_is_not_written_in_another_way(others: Any) -> None:
+    declared = {each: {"type": "integer"} for each in ("a", "ab", "c/d", 'q"r', "back\\s", "\u00e9", "")}
+    schema: dict[str, Any] = {"properties": declared, "required": ["a", "z"], "type": "object"}
+    schema |= {} if others is None else {"additionalProperties": others}
+    start = compiled("llguidance", "json", json.dumps(schema))
+    for name in (
+        r"\u0061",
+        r"a\u0062",
+        r"c\/d",
+        r"q\u0022r",
+        r"back\u005cs",
+        r"\u00e9",
+        r"\u00E9",
+        "a",
+        "ab",
+        r"\u007a",
+    ):
+        assert not takes(start, f'{{"a":1,"z":"s","{name}":"s"}}'), name
+    for name in ("b", "abc", "ac", "c", "q", r"q\"", r"z\n", "\u4e2d", "e\u0301", "x" * 30):
+        assert takes(start, f'{{"a":1,"z":"s","{name}":"s"}}'), name
+    for name in ("ab", "c/d", r"q\"r", r"back\\s", "\u00e9", ""):
+        assert takes(start, f'{{"a":1,"{name}":5,"z":"s"}}'), name
+
+
+def test_a_declared_name_with_several_escapes_is_refused_in_an_open_object() -> None:
+    schema = {"properties": {"a\nb": {"type": "integer"}}, "type": "object"}
+    with pytest.raises(InvalidRequestError, match=r"may write its name in several ways.*\(at /items\)"):
+        compiled("llguidance", "json", json.dumps({"type": "array", "items": schema}))
+    start = compiled("llguidance", "json", json.dumps({**schema, "additionalProperties": False}))
+    assert takes(start, r'{"a\nb":5}')
+
+
 ONE_PROPERTY = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 IN_LARK = f"""start: "%json {{" /[%"]json/ %json {json.dumps(ONE_PROPERTY)}  // "%json {{
 """
