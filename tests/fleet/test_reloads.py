@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from patience import wait_until
 
 from headrace import LLM, SamplingParams
 from headrace.ipc.control import ReloadWeights
@@ -40,11 +41,18 @@ def of_engine(llm: LLM, index: int, name: str, *arguments: Any) -> Any:
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    """To prompts of which each engine gets some."""
-    before = [of_engine(llm, index, "get_stats").steps for index in range(2)]
-    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert all(of_engine(llm, index, "get_stats").steps > before[index] for index in range(2))
-    return [list(each.outputs[0].token_ids) for each in found]
+    """To prompts of which each engine gets some; the router may not know yet that one has awoken."""
+    found = list[list[list[int]]]()
+
+    def both_take_part() -> bool:
+        before = [of_engine(llm, index, "get_stats").steps for index in range(2)]
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        found.append([list(each.outputs[0].token_ids) for each in outputs])
+        return all(of_engine(llm, index, "get_stats").steps > before[index] for index in range(2))
+
+    wait_until(both_take_part, 60, "answers of both engines")
+    assert all(each == found[0] for each in found)
+    return found[0]
 
 
 def differing(one: list[list[int]], other: list[list[int]]) -> int:
