@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.kernels import ops
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import linear
+from headrace.kernels.cpu.linear import limits, linear
 from headrace.kernels.cpu.linear.linear import LinearArgs, PackedLinear, Runtime
 from headrace.kernels.cpu.runtime.threads import Step, ThreadPool
 
@@ -332,3 +332,16 @@ def test_mirrors_are_as_large_as_the_structures(runtime: Runtime) -> None:
     assert ctypes.sizeof(linear.EmbedArgs) == runtime.library.dll.hr_sizeof_embed_args()
     assert ctypes.sizeof(linear.PackArgs) == runtime.library.dll.hr_sizeof_pack_args()
     assert ctypes.sizeof(Step) == runtime.library.dll.hr_sizeof_step()
+
+
+def test_the_limits_of_every_level_are_measured(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(run: Callable[[], object], seconds: float) -> list[float]:
+        run()
+        return [1.0]
+
+    monkeypatch.setattr(limits, "samples_of", once)
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "ROUNDS", 1000)
+    found = limits.limits(runtime)
+    assert found["read_gigabytes_per_s"] > 0
+    assert found["fp32 multiply-add gigaflops"] > 0

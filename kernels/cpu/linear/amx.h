@@ -28,6 +28,8 @@ inline void set_shapes(int num_rows) {
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(num_rows);
   else if (below > 0)
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(below);
+  // GCC 12 takes only the first bytes for read, and may drop the stores of others; nor does it know what tiles read.
+  asm volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
 }
 #endif
