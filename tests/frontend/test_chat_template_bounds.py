@@ -200,11 +200,12 @@ def test_the_renderings_for_one_conversation_share_a_limit() -> None:
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_a_limit_is_not_taken_for_an_answer_about_the_template(role: str) -> None:
     """What a template shows is tried once and remembered, so a trial that was cut off must not count."""
-    template = _NESTED_TWICE + "{% for p in messages[0].content %}{{ p.text if ns.a == ns.b else p.text }}{% endfor %}"
-    before = chat_template._roles_with_parts.cache_info().currsize
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text if ns.a == ns.b }}{% endfor %}{% endfor %}"
+    chat_template._roles_with_parts.cache_clear()
     with pytest.raises(TemplateLimitError):
-        render_chat(template, [{"role": role, "content": "x"}])
-    assert chat_template._roles_with_parts.cache_info().currsize == before
+        render_chat(_NESTED_TWICE + parts, [{"role": role, "content": "x"}])
+    found = chat_template._roles_with_parts.cache_info()
+    assert (found.misses, found.currsize) == (1, 0)
 
 
 # --- many at a time ---------------------------------------------------------------------------------------------------
