@@ -1,4 +1,5 @@
 // The additions of adapters to linear layers: see deltas.h.
+#include "linear/amx.h"
 #include "linear/deltas.h"
 
 #include "experts/driver.h"
@@ -6,7 +7,7 @@
 namespace headrace {
 namespace {
 
-constexpr int kMostTileRows = 32;
+constexpr int kMostTileRows = 2 * kBlockRows;
 // Of a panel of B; the hardware fetches the rest of a longer one.
 constexpr int64_t kMostFetched = 4096;
 constexpr int kHalfRows = kPanelRows / 2;  // rows of A in a panel: ranks are small, and a panel's padding is read too

@@ -166,6 +166,15 @@ inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* 
   }
 }
 
+// `call_tile` for any number of rows, kRows at a time.
+template <class Kernel, int kRows>
+inline void call_tiles(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                       int64_t sums_stride, bool add, Ahead ahead) {
+  for (int row = 0; row < num_rows; row += kRows)
+    call_tile<Kernel, kRows>(num_rows - row < kRows ? num_rows - row : kRows, x + row * x_bytes, x_bytes, panel, k,
+                             sums + row * sums_stride, sums_stride, add, ahead);
+}
+
 // Divides rows [begin, end) into tiles of nearly equal size, at most kMaxRows: each(row, num_rows, tile, num_tiles).
 template <int kMaxRows, class Each>
 inline void for_each_tile(int64_t begin, int64_t end, Each each) {

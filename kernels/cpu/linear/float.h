@@ -78,9 +78,14 @@ void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* p
   constexpr int64_t kRowBytes = kVectors * 64, kBytes = kBlockK / 2 * kRowBytes;
   const char* next = ahead.from;
   const int64_t advance = ahead.advance(kBytes);
-  const bool is_few = num_rows <= 3;
+  const bool is_few = 4 * num_rows <= kTileRows;
   for (int64_t at = 0; at < k; at += kBlockK, panel += kBytes, next += advance) {
-    for (int64_t line = 0; line < advance; line += 64) is_few ? prefetch<true>(next + line) : prefetch<false>(next + line);
+    for (int64_t line = 0; line < advance; line += 64) {
+      if (is_few)
+        prefetch<true>(next + line);
+      else
+        prefetch<false>(next + line);
+    }
     _tile_loadd(6, panel, kRowBytes);
     _tile_loadd(4, x + 2 * at, x_bytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -226,10 +231,8 @@ struct FloatKernel {
       if (whole) multiply_blocks<kVectors>(kRows, x, x_bytes, panel, whole, sums, sums_stride, add, ahead);
       if (whole == k) return;
       ahead.from += ahead.advance(bytes);
-      for (int row = 0; row < kRows; row += kTileRows)
-        call_tile<Vectors<kVectors>, kTileRows>(kRows - row < kTileRows ? kRows - row : kTileRows,
-                                                x + row * x_bytes + x_offset(whole), x_bytes, panel + bytes, k - whole,
-                                                sums + row * sums_stride, sums_stride, add || whole, ahead);
+      call_tiles<Vectors<kVectors>, kTileRows>(kRows, x + x_offset(whole), x_bytes, panel + bytes, k - whole, sums,
+                                               sums_stride, add || whole, ahead);
       return;
     }
 #endif
@@ -248,8 +251,8 @@ struct FloatKernel {
 
   // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
   template <int kRows, int kVectors>
-  static __attribute__((noinline)) void vector_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
-                                             int64_t sums_stride, bool add, Ahead ahead) {
+  static __attribute__((noinline)) void vector_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k,
+                                                    float* sums, int64_t sums_stride, bool add, Ahead ahead) {
     Floats total[kRows][kVectors];
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)

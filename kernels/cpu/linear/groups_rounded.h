@@ -360,10 +360,7 @@ struct RoundedIntegers : GroupedBase {
       return;
     }
 #endif
-    for (int row = 0; row < num_rows; row += kRoundedTileRows)
-      call_tile<Vectors, kRoundedTileRows>(num_rows - row < kRoundedTileRows ? num_rows - row : kRoundedTileRows,
-                                           x + row * x_bytes, x_bytes, panel, k, sums + row * sums_stride, sums_stride,
-                                           false, ahead);
+    call_tiles<Vectors, kRoundedTileRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, false, ahead);
   }
 
   template <int kRows>

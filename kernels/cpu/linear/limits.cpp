@@ -112,8 +112,8 @@ bool streams_well() {
 
 using namespace headrace;
 
-// Whether reading memory with non-temporal prefetches takes at most a quarter longer than with others here. Measured once
-// in a process.
+// Whether reading memory with non-temporal prefetches takes at most a quarter longer than with others here. Measured
+// once in a process.
 HR_EXPORT int32_t hr_streams_well() {
   static const bool measured = streams_well();
   return measured;
