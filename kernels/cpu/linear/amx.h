@@ -20,9 +20,12 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// For the products of up to 32 rows of x. What else a thread computes with these registers sets its own shapes, too.
-inline void set_shapes(int num_rows) {
+// For the products of up to 32 rows of x, by blocks of at most 64 bytes of each. What else a thread computes with these
+// registers sets its own shapes, too.
+inline void set_shapes(int num_rows, int x_bytes = 64) {
   TileShapes shapes;
+  shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(x_bytes);
+  shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(x_bytes / 4);
   const int below = num_rows - kBlockRows;
   if (below < 0)
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(num_rows);

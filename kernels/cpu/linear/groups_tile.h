@@ -2,8 +2,6 @@
 #pragma once
 
 #include "linear/groups.h"
-#include "linear/driver.h"
-#include "linear/quant_dot.h"
 #include "linear/quant_tile.h"
 
 namespace headrace {
@@ -43,11 +41,6 @@ struct GroupWalk {
   }
 };
 
-template <bool kFewRows>
-inline void prefetch_block(const Ahead& ahead, int64_t passed, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) prefetch<kFewRows>(ahead.at(passed) + line);
-}
-
 struct GroupedBase {
   static int64_t panel_bytes(const PackedWeight& w) { return grouped_panel_bytes(w); }
   static int64_t block_k(int64_t k) { return k; }
@@ -55,28 +48,16 @@ struct GroupedBase {
   static int64_t x_offset(int64_t) { return 0; }
 };
 
-template <WeightType kType>
-struct GroupedIntegers : GroupedBase {
-  static constexpr int kMaxRows = kQuantTileRows;
-  static constexpr int kBits = bits_of(kType);
+// A panel of integers (see quant_blocks.h).
+template <WeightType kType, bool kZeros>
+struct IntegerPanel : GroupWalk {
+  static constexpr int kBits = bits_of(kType), kSums = 1, kBlockBytes = group_code_bytes(kType);
+  static constexpr int kOffset = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr bool kMinimum = kZeros;
 
-  static int64_t prepared_bytes(int64_t k) { return bytes_of_blocks(k); }
-  static bool usable(const LinearArgs&) { return false; }
+  using GroupWalk::GroupWalk;
 
-  static void prepare(const LinearArgs& args, const char* from, char* to) {
-    auto* blocks = reinterpret_cast<QuantBlock*>(to);
-    const int32_t* order = args.weight.order;
-    const int offset = args.weight.zero_type == kNoZeros ? 1 << (kBits - 1) : 0;
-    for (int64_t block = 0; block < args.weight.k / kBlock; ++block) {
-      if (!order) {
-        quantise_block(from, block * kBlock, args.x_dtype, offset, false, &blocks[block]);
-        continue;
-      }
-      float values[kBlock];
-      for (int i = 0; i < kBlock; ++i) values[i] = load_one(from, order[block * kBlock + i], args.x_dtype);
-      quantise_block(values, 0, DType::kF32, offset, false, &blocks[block]);
-    }
-  }
+  inline __attribute__((always_inline)) const char* step() { return GroupWalk::step(kBlockBytes); }
 
   static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
     constexpr int kLine = kPanelRows * 4;
@@ -94,51 +75,42 @@ struct GroupedIntegers : GroupedBase {
     }
   }
 
-  template <bool kZeros>
-  static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
-                                                               const Bytes (&codes)[kQuads], Floats scale,
-                                                               Floats minimum) {
-    // Without this barrier the compiler keeps the broadcast quads of all rows for the next group, and spills them.
-    asm volatile("" ::: "memory");
-    const Ints high = dot_run<kBits, kQuads>(Ints{}, codes, x.high);
-    const Ints sum = dot_run<kBits, kQuads>(kZeros ? Ints{} : all_lanes(x.correct[0]), codes, x.low) + (high << 8);
-    total = fused(__builtin_convertvector(sum, Floats) * all_lanes(x.step), scale, total);
-    return kZeros ? fused(all_lanes(x.step_sum), minimum, total) : total;
+  inline __attribute__((always_inline)) BlockScales<1> scales(const char*, int group) const {
+    const Floats own = scale(group, 0);
+    return {{own}, kZeros ? -own * zero(group) : Floats{}};
   }
+};
 
-  template <int kRows, bool kZeros>
-  static void run(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
-                  Ahead ahead) {
-    Floats total[kRows][kGroups] = {};
-    const QuantBlock* rows[kRows];
-    for (int row = 0; row < kRows; ++row) rows[row] = reinterpret_cast<const QuantBlock*>(x + row * x_bytes);
-    GroupWalk walk(panel);
-    for (int64_t b = 0; b < k / kBlock; ++b) {
-      const char* before = walk.next;
-      const char* block = walk.step(group_code_bytes(kType));
-      prefetch_block<(4 * kRows <= kMaxRows)>(ahead, before - panel, walk.next - before);
-#pragma GCC unroll 8
-      for (int group = 0; group < kGroups; ++group) {
-        Bytes codes[kQuads];
-        unpack(block, group, codes);
-        const Floats scale = walk.scale(group, 0), minimum = kZeros ? -scale * walk.zero(group) : scale;
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row)
-          total[row][group] = multiply<kZeros>(total[row][group], rows[row][b], codes, scale, minimum);
+template <WeightType kType>
+struct GroupedIntegers : GroupedBase {
+  static constexpr int kMaxRows = kQuantTileRows;
+  static constexpr int kBits = bits_of(kType);
+
+  static int64_t prepared_bytes(int64_t k) { return bytes_of_blocks(k); }
+  static bool usable(const LinearArgs&) { return false; }
+
+  static void prepare(const LinearArgs& args, const char* from, char* to) {
+    const int32_t* order = args.weight.order;
+    const int offset = args.weight.zero_type == kNoZeros ? 1 << (kBits - 1) : 0;
+    const auto quantise = [&](int64_t block, QuantParts& parts, QuantFactors& factors) __attribute__((always_inline)) {
+      if (!order) {
+        quantise_block(from, block * kBlock, args.x_dtype, offset, false, parts, factors);
+        return;
       }
-    }
-    for (int row = 0; row < kRows; ++row)
-      for (int group = 0; group < kGroups; ++group)
-        store_floats(sums + row * sums_stride + group * kLanes, total[row][group]);
+      float values[kBlock];
+      for (int i = 0; i < kBlock; ++i) values[i] = load_one(from, order[block * kBlock + i], args.x_dtype);
+      quantise_block(values, 0, DType::kF32, offset, false, parts, factors);
+    };
+    prepare_blocks(to, args.weight.k, quantise);
   }
 
   template <int kRows>
   static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
                    bool, Ahead ahead) {
     if (reinterpret_cast<const GroupHead*>(panel)->zero_type == kNoZeros)
-      run<kRows, false>(x, x_bytes, panel, k, sums, sums_stride, ahead);
+      multiply_parts<IntegerPanel<kType, false>>(kRows, x, x_bytes, panel, k, sums, sums_stride, ahead);
     else
-      run<kRows, true>(x, x_bytes, panel, k, sums, sums_stride, ahead);
+      multiply_parts<IntegerPanel<kType, true>>(kRows, x, x_bytes, panel, k, sums, sums_stride, ahead);
   }
 };
 
@@ -210,7 +182,7 @@ struct FloatCodes<WeightType::kE4M3Groups> {
 
 template <WeightType kType>
 struct GroupedFloats : GroupedBase {
-  static constexpr int kMaxRows = kQuantTileRows;
+  static constexpr int kMaxRows = kVectorTileRows;
 
   static int64_t prepared_bytes(int64_t k) { return (4 * k + 63) / 64 * 64; }
   static bool usable(const LinearArgs& args) { return args.x_dtype == DType::kF32 && !args.weight.order; }

@@ -69,19 +69,25 @@ constexpr QuantLayout layout_of(WeightType type) {
 }
 
 // A block of activations in two int8 parts, x = step * q with q = 256 high + low: 16 bits, since rounding to 8 bits
-// would be by far the largest error, and with small batches the second dot product is hidden by memory time.
-struct QuantBlock {
+// would be by far the largest error, and with small batches the second dot product is hidden by memory time. A row of
+// activations has the parts of all of its blocks, and after them their factors.
+struct QuantParts {
   int8_t high[kBlock];
   int8_t low[kBlock];  // in [-127, 127], as is `high`
+};
+static_assert(sizeof(QuantParts) == 64, "a cache line");
+
+struct QuantFactors {
   float step;
   float step_sum;      // step * sum of q, to multiply by the minimum
   int32_t correct[2];  // -offset * sum of q: of the block (and [1] is 0), or of its two halves for Q6_K
 };
-static_assert(sizeof(QuantBlock) == 80, "tiles and prepared_bytes rely on it");
+// Where the factors of a row begin.
+inline int64_t factors_at(int64_t k) { return k / kBlock * static_cast<int64_t>(sizeof(QuantParts)); }
 
 // Bytes of a row of activations.
 inline int64_t bytes_of_blocks(int64_t k) {
-  return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64;
+  return (factors_at(k) + k / kBlock * static_cast<int64_t>(sizeof(QuantFactors)) + 63) / 64 * 64;
 }
 
 }  // namespace headrace

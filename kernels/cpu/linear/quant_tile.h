@@ -1,24 +1,9 @@
 // Tiles of GGUF's block types: see quant.h for the layout and the arithmetic.
 #pragma once
 
-#include "linear/driver.h"
-#include "linear/quant.h"
-#include "linear/quant_dot.h"
+#include "linear/quant_blocks.h"
 
 namespace headrace {
-
-#if defined(HEADRACE_AVX512)
-constexpr int kQuantTileRows = 8;
-#elif defined(__aarch64__)
-constexpr int kQuantTileRows = 2;
-#else
-constexpr int kQuantTileRows = 2;
-#endif
-
-constexpr int kQuads = kBlock / 4;
-
-// Groups of kLanes rows in a panel.
-constexpr int kGroups = kPanelRows / kLanes;
 
 // kLanes small integers as floats.
 template <class Integer>
@@ -39,7 +24,7 @@ inline Floats load_integers(const char* from) {
 // Quantises 32 values of x. offset: the value subtracted from each code; two_scales: each half of a block has a scale.
 // If not all of them are finite, the step is NaN, so that products with the block are: codes would hide it.
 inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t at, DType dtype, int offset,
-                                                          bool two_scales, QuantBlock* block) {
+                                                          bool two_scales, QuantParts& parts, QuantFactors& factors) {
   constexpr int kParts = kBlock / kLanes;
   Floats values[kParts], most = {}, zeros = {};  // a finite value times 0 is 0, and any other one is NaN
   for (int i = 0; i < kParts; ++i) {
@@ -59,18 +44,98 @@ inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t
     const Floats rest = (scaled - __builtin_convertvector(high, Floats)) * 256.0f;
     const Ints low = nearest_integers(larger(smaller(rest, all_lanes(127.0f)), all_lanes(-127.0f)));
     const Small small_high = __builtin_convertvector(high, Small), small_low = __builtin_convertvector(low, Small);
-    std::memcpy(block->high + i * kLanes, &small_high, sizeof(small_high));
-    std::memcpy(block->low + i * kLanes, &small_low, sizeof(small_low));
+    std::memcpy(parts.high + i * kLanes, &small_high, sizeof(small_high));
+    std::memcpy(parts.low + i * kLanes, &small_low, sizeof(small_low));
     sums[i * 2 / kParts] += (high << 8) + low;
   }
   int32_t halves[2] = {};
   for (int half = 0; half < 2; ++half)
     for (int lane = 0; lane < kLanes; ++lane) halves[half] += sums[half][lane];
-  block->step = step;
-  block->step_sum = step * static_cast<float>(halves[0] + halves[1]);
-  block->correct[0] = -offset * (two_scales ? halves[0] : halves[0] + halves[1]);
-  block->correct[1] = two_scales ? -offset * halves[1] : 0;
+  factors.step = step;
+  factors.step_sum = step * static_cast<float>(halves[0] + halves[1]);
+  factors.correct[0] = -offset * (two_scales ? halves[0] : halves[0] + halves[1]);
+  factors.correct[1] = two_scales ? -offset * halves[1] : 0;
 }
+
+// Fills a row of activations: quantise(block, parts, factors).
+template <class Quantise>
+inline __attribute__((always_inline)) void prepare_blocks(char* to, int64_t k, Quantise quantise) {
+  auto* parts = reinterpret_cast<QuantParts*>(to);
+  auto* factors = reinterpret_cast<QuantFactors*>(to + factors_at(k));
+  for (int64_t block = 0; block < k / kBlock; ++block) quantise(block, parts[block], factors[block]);
+}
+
+// A panel of a block type (see quant_blocks.h).
+template <WeightType kType>
+struct QuantPanel {
+  static constexpr QuantLayout kLayout = layout_of(kType);
+  static constexpr int kBits = kLayout.bits, kSums = kLayout.two_scales() ? 2 : 1;
+  static constexpr int kBlockBytes = kLayout.block_bytes();
+  static constexpr int kOffset = kLayout.offset;
+  static constexpr bool kMinimum = kLayout.minimum;
+  const char *next, *super = nullptr;
+  int64_t number = 0;
+
+  explicit QuantPanel(const char* from) : next(from) {}
+
+  inline __attribute__((always_inline)) const char* step() {
+    if (kLayout.super && number++ % kSuperBlocks == 0) {
+      super = next;
+      next += kLayout.super_bytes();
+    }
+    const char* block = next;
+    next += kBlockBytes;
+    return block;
+  }
+
+  static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
+    constexpr int kLine = kPanelRows * 4;  // bytes of one quad of every row
+    const char* high = block + kLayout.scale_bytes() + group * kLanes * 4;
+    const char* low = high + kLayout.high_bytes();
+    if constexpr (kBits == 8) {
+#pragma GCC unroll 8
+      for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(low + g * kLine);
+      return;
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const Bytes both = load_bytes(low + g * kLine);
+      codes[g] = both & 0x0f;
+      codes[g + 4] = (both >> 4) & 0x0f;
+    }
+    if constexpr (kBits == 5) {
+      const Bytes bits = load_bytes(high);
+#pragma GCC unroll 8
+      for (int g = 0; g < kQuads; ++g) codes[g] |= (g < 4 ? bits << (4 - g) : bits >> (g - 4)) & 0x10;
+    }
+    if constexpr (kBits == 6) {
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part) {
+        const Bytes bits = load_bytes(high + part * kLine);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) codes[part * 4 + g] |= (g < 2 ? bits << (4 - 2 * g) : bits >> (2 * g - 4)) & 0x30;
+      }
+    }
+  }
+
+  inline __attribute__((always_inline)) BlockScales<kSums> scales(const char* block, int group) const {
+    BlockScales<kSums> result = {};
+    const int rows = group * kLanes;
+    const auto* half = reinterpret_cast<const uint16_t*>(kLayout.super ? super : block);
+    const Floats d = load_f16(half + rows);
+    if constexpr (!kLayout.super) {
+      result.scale[0] = d;
+      if constexpr (kMinimum) result.minimum = load_f16(half + kPanelRows + rows);
+    } else if constexpr (kMinimum) {
+      result.scale[0] = d * load_integers<uint8_t>(block + rows);
+      result.minimum = -load_f16(half + kPanelRows + rows) * load_integers<uint8_t>(block + kPanelRows + rows);
+    } else {
+      for (int sum = 0; sum < kSums; ++sum)
+        result.scale[sum] = d * load_integers<int8_t>(block + sum * kPanelRows + rows);
+    }
+    return result;
+  }
+};
 
 template <WeightType kType>
 struct QuantKernel {
@@ -86,114 +151,16 @@ struct QuantKernel {
   static bool usable(const LinearArgs&) { return false; }
 
   static void prepare(const LinearArgs& args, const char* from, char* to) {
-    auto* blocks = reinterpret_cast<QuantBlock*>(to);
-    for (int64_t block = 0; block < args.weight.k / kBlock; ++block)
-      quantise_block(from, block * kBlock, args.x_dtype, kLayout.offset, kLayout.two_scales(), &blocks[block]);
-  }
-
-  // The codes of kLanes rows of a block, as kQuads vectors of unsigned bytes.
-  static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
-    constexpr int kLine = kPanelRows * 4;  // bytes of one quad of every row
-    const char* high = block + kLayout.scale_bytes() + group * kLanes * 4;
-    const char* low = high + kLayout.high_bytes();
-    if constexpr (kLayout.bits == 8) {
-#pragma GCC unroll 8
-      for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(low + g * kLine);
-      return;
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < 4; ++g) {
-      const Bytes both = load_bytes(low + g * kLine);
-      codes[g] = both & 0x0f;
-      codes[g + 4] = (both >> 4) & 0x0f;
-    }
-    if constexpr (kLayout.bits == 5) {
-      const Bytes bits = load_bytes(high);
-#pragma GCC unroll 8
-      for (int g = 0; g < kQuads; ++g) codes[g] |= (g < 4 ? bits << (4 - g) : bits >> (g - 4)) & 0x10;
-    }
-    if constexpr (kLayout.bits == 6) {
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part) {
-        const Bytes bits = load_bytes(high + part * kLine);
-#pragma GCC unroll 4
-        for (int g = 0; g < 4; ++g) codes[part * 4 + g] |= (g < 2 ? bits << (4 - 2 * g) : bits >> (2 * g - 4)) & 0x30;
-      }
-    }
-  }
-
-  struct Scales {
-    Floats scale[2];  // [1] only for Q6_K
-    Floats minimum;   // added per unit of x
-  };
-
-  static inline __attribute__((always_inline)) Scales scales(const char* super, const char* block, int group) {
-    Scales result = {};
-    const int rows = group * kLanes;
-    const auto* half = reinterpret_cast<const uint16_t*>(kLayout.super ? super : block);
-    const Floats d = load_f16(half + rows);
-    if constexpr (!kLayout.super) {
-      result.scale[0] = d;
-      if constexpr (kLayout.minimum) result.minimum = load_f16(half + kPanelRows + rows);
-    } else if constexpr (kLayout.minimum) {
-      result.scale[0] = d * load_integers<uint8_t>(block + rows);
-      result.minimum = -load_f16(half + kPanelRows + rows) * load_integers<uint8_t>(block + kPanelRows + rows);
-    } else {
-      result.scale[0] = d * load_integers<int8_t>(block + rows);
-      result.scale[1] = d * load_integers<int8_t>(block + kPanelRows + rows);
-    }
-    return result;
-  }
-
-  static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
-                                                               const Bytes (&codes)[kQuads], const Scales& s) {
-    // Without this barrier the compiler keeps the broadcast quads of all rows for the next group, and spills them.
-    asm volatile("" ::: "memory");
-    const Floats step = all_lanes(x.step);
-    constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;
-    Ints high = dot_run<kLayout.bits, kFirst>(Ints{}, codes, x.high);
-    Ints sum = dot_run<kLayout.bits, kFirst>(kLayout.offset ? all_lanes(x.correct[0]) : Ints{}, codes, x.low);
-    sum += high << 8;
-    total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[0], total);
-    if constexpr (kLayout.two_scales()) {
-      high = dot_run<kLayout.bits, kQuads - kFirst>(Ints{}, codes + kFirst, x.high + 4 * kFirst);
-      sum = dot_run<kLayout.bits, kQuads - kFirst>(all_lanes(x.correct[1]), codes + kFirst, x.low + 4 * kFirst);
-      sum += high << 8;
-      total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[1], total);
-    }
-    if constexpr (kLayout.minimum) total = fused(all_lanes(x.step_sum), s.minimum, total);
-    return total;
+    const auto quantise = [&](int64_t block, QuantParts& parts, QuantFactors& factors) __attribute__((always_inline)) {
+      quantise_block(from, block * kBlock, args.x_dtype, kLayout.offset, kLayout.two_scales(), parts, factors);
+    };
+    prepare_blocks(to, args.weight.k, quantise);
   }
 
   template <int kRows>
   static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
                    bool, Ahead ahead) {
-    Floats total[kRows][kGroups] = {};
-    const QuantBlock* rows[kRows];
-    for (int row = 0; row < kRows; ++row) rows[row] = reinterpret_cast<const QuantBlock*>(x + row * x_bytes);
-    const char* block = panel;
-    const char* super = panel;
-    for (int64_t b = 0; b < k / kBlock; ++b) {
-      if (kLayout.super && b % kSuperBlocks == 0) {
-        super = block;
-        block += kLayout.super_bytes();
-      }
-      constexpr int kLines = kLayout.block_bytes() / 64;
-#pragma GCC unroll 18
-      for (int line = 0; line < kLines; ++line) prefetch<(4 * kRows <= kMaxRows)>(ahead.at(block - panel) + 64 * line);
-#pragma GCC unroll 8
-      for (int group = 0; group < kGroups; ++group) {
-        Bytes codes[kQuads];
-        unpack(block, group, codes);
-        const Scales s = scales(super, block, group);
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) total[row][group] = multiply(total[row][group], rows[row][b], codes, s);
-      }
-      block += kLayout.block_bytes();
-    }
-    for (int row = 0; row < kRows; ++row)
-      for (int group = 0; group < kGroups; ++group)
-        store_floats(sums + row * sums_stride + group * kLanes, total[row][group]);
+    multiply_parts<QuantPanel<kType>>(kRows, x, x_bytes, panel, k, sums, sums_stride, ahead);
   }
 };
 

@@ -37,7 +37,8 @@ inline Floats load_floats(const float* from) { return *reinterpret_cast<const Un
 inline void store_floats(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
 inline Ints load_ints(const int32_t* from) { return *reinterpret_cast<const UnalignedInts*>(from); }
 inline void store_ints(int32_t* to, Ints value) { *reinterpret_cast<UnalignedInts*>(to) = value; }
-inline Floats all_lanes(float value) { return Floats{} + value; }
+// A value less 0 is that value, -0 too, so that no instruction but the broadcast is left.
+inline Floats all_lanes(float value) { return value - Floats{}; }
 inline Ints all_lanes(int32_t value) { return Ints{} + value; }
 
 inline Ints lane_numbers() {
