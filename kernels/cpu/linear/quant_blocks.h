@@ -122,21 +122,21 @@ struct VectorTiles {
 
 // In tile registers, of up to two blocks of rows. Sums of integers are exact, so results are those of `VectorTiles`.
 //
-// Some blocks are multiplied before their products are scaled: as many as the first-level cache holds beside x. Totals
-// are loaded and stored once for all of them.
+// Some blocks are multiplied before their products are scaled: as many as the first-level cache holds beside x, twice as
+// many for one block of rows. Totals are loaded and stored once for all of them.
 template <class Panel>
 struct RegisterTiles {
-  static constexpr int kSums = Panel::kSums, kChunk = 2 / kSums;
+  static constexpr int kSums = Panel::kSums, kMost = 4 / kSums;
   static constexpr int kLineBytes = 4 * kPanelRows, kCodeBytes = kQuads * kLineBytes;
   // Of a block of rows.
   struct Products {
     int32_t high[kBlockRows][kPanelRows], low[kBlockRows][kPanelRows];
   };
-  typedef Products ChunkProducts[kChunk][kSums][2];
+  typedef Products ChunkProducts[kMost][kSums];  // of each block, by blocks of rows
   // Of some blocks.
   struct Weights {
-    char codes[kChunk][kCodeBytes];
-    BlockScales<kSums> scales[kChunk][kGroups];
+    char codes[kMost][kCodeBytes];
+    BlockScales<kSums> scales[kMost][kGroups];
     int count;
   };
 
@@ -147,15 +147,17 @@ struct RegisterTiles {
     Panel panel(from);
     // Two blocks of rows have the same number of them, and of an odd number one is in both.
     const int halves = num_rows > kBlockRows ? 2 : 1, rows = (num_rows + halves - 1) / halves;
+    const int chunk = kMost / halves;
     const int64_t blocks = k / kBlock;
     const char* factors = x + factors_at(k);
     set_shapes(rows, kBlock / kSums);
-    read(panel, from, ahead, blocks, weights[0]);
-    for (int64_t first = 0, number = 0; first < blocks; first += kChunk, ++number) {
+    read(panel, from, ahead, blocks < chunk ? blocks : chunk, weights[0]);
+    for (int64_t first = 0, number = 0; first < blocks; first += chunk, ++number) {
       const Weights& now = weights[number % 2];
       multiply(x + first * static_cast<int64_t>(sizeof(QuantParts)), x_bytes, now, halves, num_rows - rows, products);
       // Before the products are scaled: tiles cannot be loaded until the stores of vectors have reached the cache.
-      if (first + kChunk < blocks) read(panel, from, ahead, blocks - first - kChunk, weights[(number + 1) % 2]);
+      const int64_t left = blocks - first - chunk;
+      if (left > 0) read(panel, from, ahead, left < chunk ? left : chunk, weights[(number + 1) % 2]);
       const char* of_x = factors + first * static_cast<int64_t>(sizeof(QuantFactors));
 #pragma GCC unroll 2
       for (int group = 0; group < kGroups; ++group)
@@ -163,7 +165,7 @@ struct RegisterTiles {
           const int begin = half ? num_rows - rows : 0;
           int row = half ? rows : 0;
           const auto scale = [&](auto count) __attribute__((always_inline)) {
-            add<count>(products, half, row - begin, now, group, of_x + row * x_bytes, x_bytes, first > 0,
+            add<count>(products + half, halves, row - begin, now, group, of_x + row * x_bytes, x_bytes, first > 0,
                        sums + row * sums_stride + group * kLanes, sums_stride);
             row += count;
           };
@@ -174,10 +176,10 @@ struct RegisterTiles {
     _tile_release();
   }
 
-  // Reads the next of `left` blocks. Codes are signed, if there is an offset.
-  static inline __attribute__((always_inline)) void read(Panel& panel, const char* from, Ahead ahead, int64_t left,
+  // Reads the next `count` blocks. Codes are signed, if there is an offset.
+  static inline __attribute__((always_inline)) void read(Panel& panel, const char* from, Ahead ahead, int64_t count,
                                                          Weights& to) {
-    to.count = left < kChunk ? static_cast<int>(left) : kChunk;
+    to.count = static_cast<int>(count);
     for (int i = 0; i < to.count; ++i) {
       const char *before = panel.next, *block = panel.step();
       prefetch_block<false>(ahead, before - from, ahead.advance(panel.next - before));
@@ -198,7 +200,7 @@ struct RegisterTiles {
   // Tiles are stored while others are multiplied: those with the last products when the next ones are computed.
   static inline __attribute__((always_inline)) void multiply(const char* x, int64_t x_bytes, const Weights& weights,
                                                              int halves, int second, ChunkProducts& products) {
-    Products* before = &products[0][0][0];
+    Products* before = &products[0][0];
     for (int i = 0; i < weights.count; ++i)
       for (int sum = 0; sum < kSums; ++sum) {
         const char* codes = weights.codes[i] + sum * (kCodeBytes / kSums);
@@ -207,7 +209,7 @@ struct RegisterTiles {
         for (int half = 0; half < halves; ++half) {
           const char* parts = x + i * static_cast<int64_t>(sizeof(QuantParts)) + sum * (kBlock / kSums) +
                               half * second * x_bytes;
-          Products* now = &products[i][sum][half];
+          Products* now = &products[i * halves + half][sum];
           _tile_loadd(4, parts, x_bytes);
           HEADRACE_PRODUCT(0, 4, 6);
           _tile_stored(1, before->high[0] + 16, kLineBytes);
@@ -228,7 +230,7 @@ struct RegisterTiles {
 
   // Adds the scaled products of kCount rows, from `row` of their block on, to the sums.
   template <int kCount>
-  static inline __attribute__((always_inline)) void add(const ChunkProducts& products, int half, int row,
+  static inline __attribute__((always_inline)) void add(const Products (*products)[kSums], int halves, int row,
                                                         const Weights& weights, int group, const char* factors,
                                                         int64_t x_bytes, bool adds, float* sums, int64_t sums_stride) {
     Floats total[kCount];
@@ -241,7 +243,7 @@ struct RegisterTiles {
         const auto& of_row = reinterpret_cast<const QuantFactors*>(factors + i * x_bytes)[block];
 #pragma GCC unroll 2
         for (int sum = 0; sum < kSums; ++sum) {
-          const Products& own = products[block][sum][half];
+          const Products& own = products[block * halves][sum];
           const Ints high = load_ints(own.high[row + i] + group * kLanes);
           const Ints low = load_ints(own.low[row + i] + group * kLanes);
           total[i] = add_scaled(total[i], high, low, all_lanes(of_row.step), scales.scale[sum]);
