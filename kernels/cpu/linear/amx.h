@@ -20,20 +20,23 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// For the products of up to 32 rows of x, by blocks of at most 64 bytes of each. What else a thread computes with these
-// registers sets its own shapes, too.
-inline void set_shapes(int num_rows, int x_bytes = 64) {
+// For products of `rows` rows of x in register 4 and `others` in register 5, by blocks of at most 64 bytes of each. What
+// else a thread computes with these registers sets its own shapes, too.
+inline void set_rows(int rows, int others, int x_bytes = 64) {
   TileShapes shapes;
   shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(x_bytes);
   shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(x_bytes / 4);
-  const int below = num_rows - kBlockRows;
-  if (below < 0)
-    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(num_rows);
-  else if (below > 0)
-    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(below);
+  shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(rows);
+  shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(others);
   // GCC 12 takes only the first bytes for read, and may drop the stores of others; nor does it know what tiles read.
   asm volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
+}
+
+// For up to 32 rows of x, the first 16 in register 4.
+inline void set_shapes(int num_rows, int x_bytes = 64) {
+  const int below = num_rows - kBlockRows;
+  set_rows(below < 0 ? num_rows : kBlockRows, below > 0 ? below : kBlockRows, x_bytes);
 }
 #endif
 

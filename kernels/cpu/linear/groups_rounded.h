@@ -275,23 +275,23 @@ struct RoundedIntegers : GroupedBase {
   }
 
 #if defined(HEADRACE_AMX)
-  static constexpr int kLeastBlockRows = 5;  // fewer wait for memory
-  static constexpr int kBlockK = 64;
-
-  static bool has_blocks(const char* panel) {
-    return reinterpret_cast<const GroupHead*>(panel)->group_blocks * kBlock % kBlockK == 0;
+  // With fewer, what each group costs besides takes longer than vector registers do.
+  static int least_rows(const char* panel) {
+    return reinterpret_cast<const GroupHead*>(panel)->group_blocks % 2 == 0 ? 5 : 16;
   }
 
-  // As `columns`, of the whole panel, for groups of whole blocks.
+  // As `columns`, of the whole panel.
   static void blocks(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                      int64_t sums_stride, Ahead ahead) {
     const GroupHead& head = *reinterpret_cast<const GroupHead*>(panel);
     const bool has_zeros = head.zero_type != kNoZeros, is_tall = num_rows > kBlockRows;
     const char* next = panel + kHeadBytes;
     const char *codes = reinterpret_cast<const char*>(codes_of(x)), *below = codes + kBlockRows * x_bytes;
-    constexpr int64_t kBytes = kBlockK * kPanelRows, kRowBytes = 4 * kPanelRows, kProductBytes = 4 * kPanelRows;
+    constexpr int64_t kRowBytes = 4 * kPanelRows, kProductBytes = 4 * kPanelRows;
+    const int step_blocks = head.group_blocks % 2 == 0 ? 2 : 1;
+    const int64_t step_k = step_blocks * kBlock, bytes = step_k * kPanelRows;
     alignas(64) int32_t products[2 * kBlockRows * kPanelRows];
-    set_shapes(num_rows);
+    set_shapes(num_rows, static_cast<int>(step_k));
     int64_t at = 0;
     for (int64_t group_number = 0; at < k; ++group_number) {
       const char* meta = next;
@@ -302,8 +302,8 @@ struct RoundedIntegers : GroupedBase {
         _tile_zero(2);
         _tile_zero(3);
       }
-      for (int block = 0; block < head.group_blocks; block += kBlockK / kBlock, at += kBlockK, next += kBytes) {
-        for (int64_t line = 0; line < ahead.advance(kBytes); line += 64) prefetch<false>(ahead.at(next - panel) + line);
+      for (int block = 0; block < head.group_blocks; block += step_blocks, at += step_k, next += bytes) {
+        for (int64_t line = 0; line < ahead.advance(bytes); line += 64) prefetch<false>(ahead.at(next - panel) + line);
         _tile_loadd(6, next, kRowBytes);
         _tile_loadd(7, next + 64, kRowBytes);
         _tile_loadd(4, codes + at, x_bytes);
@@ -355,7 +355,7 @@ struct RoundedIntegers : GroupedBase {
   static void products(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                        int64_t sums_stride, Ahead ahead) {
 #if defined(HEADRACE_AMX)
-    if (kBlocks && num_rows >= kLeastBlockRows && has_blocks(panel)) {
+    if (kBlocks && num_rows >= least_rows(panel)) {
       blocks(num_rows, x, x_bytes, panel, k, sums, sums_stride, ahead);
       return;
     }

@@ -150,7 +150,7 @@ struct RegisterTiles {
     const int chunk = kMost / halves;
     const int64_t blocks = k / kBlock;
     const char* factors = x + factors_at(k);
-    set_shapes(rows, kBlock / kSums);
+    set_rows(rows, rows, kBlock / kSums);  // of the high and of the low parts
     read(panel, from, ahead, blocks < chunk ? blocks : chunk, weights[0]);
     for (int64_t first = 0, number = 0; first < blocks; first += chunk, ++number) {
       const Weights& now = weights[number % 2];
