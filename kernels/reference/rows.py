@@ -154,10 +154,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "normal_cdf": lambda x: 0.5 * (1 + torch.erf(x * 0.5**0.5)),
         "silu_to_7": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_7"]),
         "silu_to_16": lambda x: F.silu(x).clamp(max=LIMITS["silu_to_16"]),
+        "silu_below_10": lambda x: F.silu(x.clamp(max=LIMITS["silu_below_10"])),
     }
 )
-LIMITS: Mapping[str, float] = MappingProxyType({"silu_to_7": 7.0, "silu_to_16": 16.0})
-"""The largest results of activations that have a limit, which is that of the up projection's magnitude too."""
+LIMITS: Mapping[str, float] = MappingProxyType({"silu_to_7": 7.0, "silu_to_16": 16.0, "silu_below_10": 10.0})
+"""The largest results of activations that have a limit, or (below) the largest values that they are applied to. It is
+the largest magnitude of the up projection too."""
 CLAMPED_SILU, CLAMPED_SLOPE, CLAMP = "clamped_silu", 1.702, 7.0
 
 

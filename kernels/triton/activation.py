@@ -56,6 +56,8 @@ def activated(x, KIND: tl.constexpr):
         return tl.minimum(x / (1.0 + tl.exp(-x)), 7.0)
     elif KIND == "silu_to_16":
         return tl.minimum(x / (1.0 + tl.exp(-x)), 16.0)
+    elif KIND == "silu_below_10":
+        return tl.minimum(x, 10.0) / (1.0 + tl.exp(-tl.minimum(x, 10.0)))
     elif KIND == "relu2":
         return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     else:
@@ -70,6 +72,8 @@ def limited(up, KIND: tl.constexpr):
         return tl.minimum(tl.maximum(up, -7.0), 7.0)
     elif KIND == "silu_to_16":
         return tl.minimum(tl.maximum(up, -16.0), 16.0)
+    elif KIND == "silu_below_10":
+        return tl.minimum(tl.maximum(up, -10.0), 10.0)
     else:
         return up
 

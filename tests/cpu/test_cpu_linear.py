@@ -181,7 +181,7 @@ def test_every_fp16_value_survives(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    "activation", ["none", "silu", "gelu_tanh", "gelu", "relu", "relu2", "silu_to_7", "normal_cdf"]
+    "activation", ["none", "silu", "gelu_tanh", "gelu", "relu", "relu2", "silu_to_7", "silu_below_10", "normal_cdf"]
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_activation_gate_bias_and_residual_match_the_reference(runtime: Runtime, activation: str, gated: bool) -> None:

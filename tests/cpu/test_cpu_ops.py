@@ -22,7 +22,7 @@ from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_to_7", "silu_to_16", "normal_cdf")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_to_7", "silu_to_16", "silu_below_10", "normal_cdf")
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

@@ -153,6 +153,13 @@ def test_a_limit_is_that_of_the_activated_gate_and_of_the_magnitude_of_up(kind: 
     assert fused.abs().max() == limit * limit
 
 
+def test_a_gate_may_have_a_limit_before_it_is_activated() -> None:
+    gate, up = (torch.linspace(first, -first, 41) for first in (-40.0, 30.0))
+    fused = ops()["activate_and_multiply"].reference(torch.cat([gate, up]), "silu_below_10")
+    below = torch.where(gate > 10, 10.0, gate)
+    torch.testing.assert_close(fused, below * below.sigmoid() * up.clamp(-10, 10))
+
+
 def test_choose_takes_the_first_version_that_has_no_reason_against_it() -> None:
     def only_bf16(dtype: torch.dtype, **_: object) -> str:
         return "" if dtype == torch.bfloat16 else f"computes bfloat16 only, not {dtype}"

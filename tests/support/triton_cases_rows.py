@@ -56,7 +56,7 @@ def case_norm_adds_in_place_and_reads_strided_rows() -> None:
 
 
 def case_activations() -> None:
-    kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_to_7", "normal_cdf")
+    kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_to_7", "silu_below_10", "normal_cdf")
     for dtype, kind in itertools.product(DTYPES, kinds):
         x = (torch.randn(3, 74) * 4).to(dtype)
         assert_close(activation.activate(x, kind), ops()["activate"].reference(x, kind))

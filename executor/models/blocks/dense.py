@@ -11,7 +11,7 @@ from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, Linear, O
 
 NamedActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """Those that configs name."""
-Activation = NamedActivation | Literal["silu_to_7", "silu_to_16"]
+Activation = NamedActivation | Literal["silu_to_7", "silu_to_16", "silu_below_10"]
 
 
 @dataclass(frozen=True)

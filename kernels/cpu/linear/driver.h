@@ -97,6 +97,7 @@ inline Floats activate(Activation activation, Floats value) {
     case Activation::kSilu: return silu(value);
     case Activation::kSiluTo7: return smaller(silu(value), all_lanes(7.0f));
     case Activation::kSiluTo16: return smaller(silu(value), all_lanes(16.0f));
+    case Activation::kSiluBelow10: return silu(smaller(value, all_lanes(10.0f)));
     case Activation::kGeluTanh: {
       const Floats inner = value * 0.7978845608f * (1.0f + 0.044715f * value * value);
       return 0.5f * value * (1.0f + hyperbolic_tangent(inner));
@@ -120,6 +121,7 @@ inline Floats limited(Activation activation, Floats up) {
   switch (activation) {
     case Activation::kSiluTo7: return within(up, 7.0f);
     case Activation::kSiluTo16: return within(up, 16.0f);
+    case Activation::kSiluBelow10: return within(up, 10.0f);
     default: return up;
   }
 }
