@@ -35,7 +35,7 @@ ROWS_COMPARED = 4096
 def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     """The weights with the names and rows that the model's blocks declare, and quantised if they are to be while
     loading."""
-    weights = each_expert(spec, Weights.of(source))
+    weights = each_expert(spec, under_own_names(spec, Weights.of(source)))
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
     weights = _in_each_layer(spec, weights)
@@ -48,6 +48,23 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     if spec.scaled:
         weights = _with_scales(spec, weights)
     return weights if weights.as_loaded is None else quantised_as_loaded(weights, weights.as_loaded, spec)
+
+
+def under_own_names(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with the names that the spec's `renamed` makes of theirs. Raises ModelError if two become one."""
+    sources: dict[str, str] = {}
+    for name in sorted(weights.names()):
+        own = name
+        for pattern, replacement in spec.names.renamed:
+            own = re.sub(pattern, replacement, own)
+        if own != name and (own in sources or own in weights.names()):
+            raise ModelError(f"the checkpoint holds {own} twice, once as {name}")
+        if own != name:
+            sources[own] = name
+    if not sources:
+        return weights
+    gone = frozenset(sources.values())
+    return weights.then("names of the model", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
 
 
 def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:

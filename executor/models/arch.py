@@ -238,6 +238,10 @@ class WeightNames:
     ignorable: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions (`re.search`) of tensors that a checkpoint may hold and the decoder does not need."""
 
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(regular expression, replacement), by which names that checkpoints also have become those of these fields
+    (`re.sub`, one after the other). Names that they make they do not change again."""
+
     def layer(self, prefix: str, index: int) -> str:
         """The prefix of the names of a layer's weights."""
         if self.sublayers > 1:

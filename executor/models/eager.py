@@ -407,8 +407,10 @@ class EagerLatent:
             sizes = declared.nope_dim, declared.value_dim
             self._deltas = TorchLatentDeltas(weights.adapters.slots, *sizes, weights.device)
             weights.adapter_tables[name] = self._deltas
-        self._rope_index, self._params = weights.ropes.index(declared.rope), AttentionParams(declared.scale)
-        self._rotate = weights.kernel("rotary", head_dim=declared.rope_dim)
+        self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
+        self._params = AttentionParams(declared.scale)
+        if declared.rope is not None:
+            self._rotate = weights.kernel("rotary", head_dim=declared.rope_dim)
         self._write = weights.kernel("write_cache", head_dim=declared.latent_dim + declared.rope_dim)
         self._attend = weights.kernel(
             "latent_attention",
@@ -445,6 +447,8 @@ class EagerLatent:
     def _turned(self, query: Tensor, key: Tensor, step: SharedInputs, *, pairs: bool) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys. pairs: dimension 2i is rotated with 2i + 1; both are then reordered alike, so that
         their products do not change."""
+        if self._rope_index is None:
+            return query, key
         if pairs:
             query, key = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (query, key))
         turned: tuple[Tensor, Tensor] = self._rotate(

@@ -12,7 +12,7 @@ from headrace.executor.models.eager import EagerAttend, EagerLatent, EagerNorm, 
 from headrace.kernels.reference.attention import gather_tokens
 from headrace.kernels.reference.latent import without_sequences
 from headrace.kernels.reference.rotary_cache import LayerCache
-from headrace.kernels.reference.sparse import attend_blocks, attend_chosen, choose_blocks, choose_keys
+from headrace.kernels.reference.sparse import attend_blocks, attend_chosen, choose_blocks, choose_keys, choose_pools
 
 CHOSEN = "chosen keys"
 """Key of `SharedInputs.memo`: the last choice of a layer with an index, by sequence."""
@@ -26,7 +26,11 @@ class EagerChosen(EagerLatent):
     def __init__(self, weights: EagerWeights, declared: AttendChosen, prefix: str) -> None:
         super().__init__(weights, declared, prefix)
         self._own = declared
-        self._index_size = declared.index_dim if declared.index != "none" else 0
+        self._index_size = declared.index_dim * (2 if declared.pool_size > 1 else 1) * (declared.index != "none")
+        self._sinks = None if declared.sinks is None else weights.read(declared.sinks, prefix)
+        self._pool_bias = None if declared.pool_bias is None else weights.read(declared.pool_bias, prefix)
+        # The kernels for dense attention have no sinks, and attend to incomplete pools' tokens besides the chosen ones.
+        self._most_dense = declared.num_chosen if self._sinks is None and declared.pool_size == 1 else 0
 
     def __call__(self, query: Tensor, latent: Tensor, *values: object) -> Tensor:
         """As `EagerLatent`, with the index's queries, keys and weights before the step's inputs and the cache, if the
@@ -36,16 +40,16 @@ class EagerChosen(EagerLatent):
         assert isinstance(cache, LayerCache)
         query, vector = self.rotated(query, latent, step)
         if index:
-            queries, keys, weights = (each for each in index if isinstance(each, Tensor))
+            queries, keys, weights, *logits = (each for each in index if isinstance(each, Tensor))
             queries, keys = self._rotated_index(queries, keys, step)
-            vector = torch.cat([vector, keys], dim=-1)
+            vector = torch.cat([vector, keys, *(each[:, None] for each in logits)], dim=-1)
         self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
-        batch, most = step.batch, self._own.num_chosen
-        long = [seq for seq, length in enumerate(batch.context_lens) if length > most]
+        batch = step.batch
+        long = [seq for seq, length in enumerate(batch.context_lens) if length > self._most_dense]
         dense = without_sequences(batch, long) if long else batch
         padded = functional.pad(query, (0, self._index_size))
         out = torch.empty(0)
-        if len(long) < len(batch.context_lens):
+        if self._most_dense and len(long) < len(batch.context_lens):
             out = self._attend(padded, self._up, cache.keys, dense, self._params, cache.scales)
         else:
             out = query.new_zeros(*query.shape[:2], self._own.value_dim)
@@ -55,16 +59,29 @@ class EagerChosen(EagerLatent):
             context = gather_tokens(query.dtype, cache.keys, cache.scales, batch, seq)
             width = context.shape[1] - self._index_size
             if index:
-                choices[seq] = choose_keys(queries[tokens], weights[tokens], context[:, width:], most)
-            out[tokens] = attend_chosen(query[tokens], self._up, context[:, :width], choices[seq], self._params.scale)
+                choices[seq] = self._choose(queries[tokens], weights[tokens], context[:, width:])
+            given = context[:, :width], choices[seq], self._params.scale, self._sinks
+            out[tokens] = attend_chosen(query[tokens], self._up, *given)
         step.memo[CHOSEN] = choices
         return out.reshape(len(query), -1)
 
+    def _choose(self, queries: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
+        """kept [length, index_dim], with pools [length, 2 * index_dim] -> [num_tokens, length] bool"""
+        most = self._own.num_chosen
+        if self._pool_bias is None:
+            return choose_keys(queries, weights, kept, most)
+        keys, logits = kept.chunk(2, dim=-1)
+        return choose_pools(queries, weights, keys, logits, self._pool_bias, most)
+
     def _rotated_index(self, queries: Tensor, keys: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
         """queries [num_tokens, heads * index_dim], keys [num_tokens, index_dim] -> [num_tokens, heads, index_dim] and
-        [num_tokens, 1, index_dim], of which the first dimensions are rotated. Pairs are put apart in both alike."""
+        [num_tokens, 1, index_dim], of which the first dimensions are rotated. Pairs are put apart in both alike, and
+        dimensions that come last before the others."""
         size, split = self._own.index_dim, (self._own.rope_dim, self._own.index_dim - self._own.rope_dim)
-        (q, q_rest), (k, k_rest) = (each.view(len(each), -1, size).split(split, dim=-1) for each in (queries, keys))
+        queries, keys = (each.view(len(each), -1, size) for each in (queries, keys))
+        if self._own.index_rotates_last:
+            queries, keys = (each.roll(self._own.rope_dim, -1) for each in (queries, keys))
+        (q, q_rest), (k, k_rest) = (each.split(split, dim=-1) for each in (queries, keys))
         q, k = self._turned(q, k, step, pairs=self._own.index == "pairs")
         return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
 

@@ -200,6 +200,10 @@ class CheckedWeights:
         self.nbytes += tensor.nbytes
         return tensor
 
+    def exact(self, declared: Any, prefix: str) -> Tensor:
+        """An `ExactMatrix`: [rows, columns] float32."""
+        return self.exact_matrix(prefix + declared.name, declared.rows, declared.columns)
+
     def parts_of(self, linear: Linear, prefix: str) -> tuple[list[Part], slice | None, bool]:
         """This rank's share of a `Linear`: rows of each matrix, columns of all, and whether it adds the bias."""
         parts = [Part(prefix + name, size_of(rows), own_part(rows, self.place)) for name, rows in linear.matrices]
@@ -299,18 +303,20 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
     excused = names.lm_heads if not (place.is_last_stage and spec.has_head) else ()
+    complete: tuple[str, ...] = ()
     if not place.is_first_stage:
         firsts = (names.embedding, names.positions, names.token_types, names.embedding_norm, names.project_in)
         excused += tuple(prefix + name for name in firsts)
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
     if (stream := spec.stream) is not None and not place.is_first_stage:
-        table = () if stream.table is None else (prefix + stream.table.name,)
-        excused += (*table, *_stems(stream.declare_beginning(spec), prefix))
+        excused += () if stream.table is None else (prefix + stream.table.name,)
+        complete += _complete(stream.declare_beginning(spec), prefix)
     if stream is not None and not place.is_last_stage:
-        excused += _stems(stream.declare_end(spec), prefix)
+        complete += _complete(stream.declare_end(spec), prefix)
     others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
+    patterns += [rf"^{re.escape(name)}$" for name in complete]
     if spec.tied_head:  # a checkpoint may hold a copy of the embedding as its head: see `with_own_head`
         patterns += [rf"^{re.escape(name)}\.weight$" for name in names.lm_heads]
     if spec.classifier is not None:  # read by executor/pooling
@@ -318,6 +324,6 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]
 
 
-def _stems(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
-    """The weights' full names without their last component (`weight`, `bias`)."""
-    return tuple(prefix + weight.name.rpartition(".")[0] for each in declared.values() for weight in each.weights())
+def _complete(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
+    """The weights' full names."""
+    return tuple(prefix + weight.name for each in declared.values() for weight in each.weights())

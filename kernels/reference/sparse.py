@@ -1,8 +1,13 @@
-"""Attention to keys, or to blocks of keys, that an index chooses, in torch (DeepSeek-V3.2, section 2.1; MiniMax M3).
+"""Attention to keys, or to blocks of keys, that an index chooses, in torch (DeepSeek-V3.2, section 2.1; MiniMax M3;
+GLM 5.3).
 
 Index queries score the index keys of the context: each head's product, cut off at 0, times the query's weight of the
 head, summed over the heads. A query attends to the `num_chosen` keys with the highest scores; of equal ones, to the
 first. Contexts of at most num_chosen tokens are attended to whole.
+
+With pools, the index keys of pool_size neighbouring tokens are first averaged, each dimension with weights of its own,
+and of the pools that end at or before a query those with the highest scores are attended to, and always the tokens
+after the last of them.
 """
 
 from __future__ import annotations
@@ -24,26 +29,54 @@ def choose_keys(queries: Tensor, weights: Tensor, keys: Tensor, num_chosen: int)
 
     queries [num_tokens, heads, index_dim], weights [num_tokens, heads], keys [length, index_dim] -> [num_tokens,
     length] bool; true for num_chosen keys at most, none of which is after its token."""
-    num_tokens, length = len(queries), len(keys)
-    chosen = torch.zeros(num_tokens, length, dtype=torch.bool, device=keys.device)
+    return highest_scores(queries, weights, keys, _ends(len(queries), len(keys), keys.device), num_chosen)
+
+
+def highest_scores(queries: Tensor, weights: Tensor, keys: Tensor, counts: Tensor, num_chosen: int) -> Tensor:
+    """As `choose_keys`, where a token may choose among the first `counts` of the keys: [num_tokens] int64."""
+    columns = torch.arange(len(keys), device=keys.device)
+    if len(keys) <= num_chosen:
+        return columns < counts[:, None]
+    chosen = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
     head_weights = weights.float() * (queries.shape[1] * queries.shape[2]) ** -0.5
-    columns = torch.arange(length, device=keys.device)
-    for first in range(0, num_tokens, QUERY_TILE_TOKENS):
-        tile = slice(first, min(first + QUERY_TILE_TOKENS, num_tokens))
+    for first in range(0, len(queries), QUERY_TILE_TOKENS):
+        tile = slice(first, first + QUERY_TILE_TOKENS)
         products = torch.einsum("thd,kd->thk", queries[tile].float(), keys.float()).relu_()
         scores = torch.einsum("thk,th->tk", products, head_weights[tile])
-        positions = columns[length - num_tokens :][tile]
-        scores.masked_fill_(columns > positions[:, None], -torch.inf)
+        scores.masked_fill_(columns >= counts[tile, None], -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
         chosen[tile] = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, value=True)
-        chosen[tile] &= columns <= positions[:, None]
+        chosen[tile] &= columns < counts[tile, None]
     return chosen
 
 
-def attend_chosen(query: Tensor, up: LatentUp, context: Tensor, chosen: Tensor, scale: float) -> Tensor:
+def _ends(num_tokens: int, length: int, device: torch.device) -> Tensor:
+    """How many tokens each of a sequence's last ones may attend to: [num_tokens] int64."""
+    return torch.arange(length - num_tokens + 1, length + 1, device=device)
+
+
+def choose_pools(
+    queries: Tensor, weights: Tensor, keys: Tensor, logits: Tensor, bias: Tensor, num_chosen: int
+) -> Tensor:
+    """As `choose_keys`, in pools; keys, logits [length, index_dim]; bias [pool_size, index_dim] float32: added to the
+    logits of a pool's tokens, in order; num_chosen: tokens of pools."""
+    size, length = len(bias), len(keys)
+    count, ends = length // size, _ends(len(queries), length, keys.device)
+    pooled, by_pool = (each[: count * size].float().unflatten(0, (count, size)) for each in (keys, logits))
+    pooled = ((by_pool + bias).softmax(1) * pooled).sum(1)
+    pools = highest_scores(queries, weights, pooled, ends // size, num_chosen // size)
+    columns = torch.arange(length, device=keys.device)
+    chosen = (columns < ends[:, None]) & (columns >= (ends // size * size)[:, None])
+    chosen[:, : count * size] |= pools.repeat_interleave(size, 1)
+    return chosen
+
+
+def attend_chosen(
+    query: Tensor, up: LatentUp, context: Tensor, chosen: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of a sequence's last tokens. query [num_tokens, num_heads, nope_dim + rope_dim], the last dimensions
-    rotated; context [length, latent_dim + rope_dim]; chosen [num_tokens, length] bool -> [num_tokens, num_heads,
-    value_dim]"""
+    rotated; context [length, latent_dim + rope_dim]; chosen [num_tokens, length] bool; sinks [num_heads] float32, as of
+    `AttentionParams` -> [num_tokens, num_heads, value_dim]"""
     parts = []
     for first in range(0, len(query), QUERY_TILE_TOKENS):
         tile = slice(first, first + QUERY_TILE_TOKENS)
@@ -51,7 +84,10 @@ def attend_chosen(query: Tensor, up: LatentUp, context: Tensor, chosen: Tensor, 
         if len(visible) == 1:
             read, visible = context[visible[0]], visible[:, visible[0]]
         scores = torch.einsum("thd,kd->thk", absorb(query[tile], up), read).float() * scale
-        shares = scores.masked_fill_(~visible[:, None], -torch.inf).softmax(-1).to(read.dtype)
+        scores.masked_fill_(~visible[:, None], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None].expand(len(scores), -1, 1)], dim=-1)
+        shares = scores.softmax(-1)[..., : len(read)].to(read.dtype)
         parts.append(project_values(torch.einsum("thk,kd->thd", shares, read), up))
     return torch.cat(parts)
 

@@ -1,10 +1,11 @@
 """A causal language model around transformers' text half of Muse Glimmer: transformers itself has only the model that
-sees images, whose head this has. Importing it makes it one of transformers' classes."""
+sees images, whose head this has. Importing it makes it one of the classes that `tiny_models` finds."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -26,4 +27,4 @@ class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel, transformers.Gener
         return CausalLMOutputWithPast(logits=torch.tanh(logits * self.config.output_multiplier / cap) * cap)
 
 
-vars(transformers)[MuseGlimmerForCausalLM.__name__] = MuseGlimmerForCausalLM
+tiny_models.transformers.MuseGlimmerForCausalLM = MuseGlimmerForCausalLM

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.declared_weights import stored_weights
+from headrace.executor.checkpoints.declared_weights import stored_weights, under_own_names
 from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
 from headrace.executor.checkpoints.weights import (
@@ -29,7 +29,7 @@ def quantised(source: WeightSource, format_: Format, spec: ArchSpec) -> Weights:
 
     Raises ModelError if config and tensors disagree: at once if tensors are missing, otherwise on reading.
     """
-    weights = Weights.of(source)
+    weights = under_own_names(spec, Weights.of(source))
     made = _Matrices(weights, format_, spec)
     gone = weights.names() - made.names
     return weights.then(f"matrices stored as {format_.names[0]}", made.names, made.stored, gone)

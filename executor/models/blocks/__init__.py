@@ -267,7 +267,8 @@ class AttendLatent(Declared):
     latent_dim: int
     value_dim: int
     scale: float
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None where rope_dim is 0."""
     interleaved: bool
     """Whether dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
     up: str

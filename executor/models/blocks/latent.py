@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import (
@@ -24,7 +24,6 @@ from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
 LATENT_EPS = 1e-6
-"""eps of the norms of compressed vectors; the model's other norms may have another."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,20 @@ class LatentAttention(Mixer):
     """Size of the compressed vector."""
     scale: float
     """Multiplies the scores (products of queries and keys)."""
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: there are no rotary dimensions."""
     interleaved: bool = True
     """Whether dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
     query_rank: int | None = None
     """Size of the compressed vector of queries; None: queries are not compressed."""
     bias: bool = False
     """Whether the down-projections and the output projection have biases."""
-    head_gate: bool = False
-    """Whether each head's result is multiplied by a gate of its own."""
+    gate: Literal["none", "head", "value"] = "none"
+    """Whether each head's result, or each of its values, is multiplied by a gate of its own."""
     query_growth: tuple[int, float, int] | None = None
     """As of `Attention`."""
+    latent_eps: float = LATENT_EPS
+    """eps of the norms of compressed vectors; the model's other norms may have another."""
     sliding_window: None = None
 
     @property
@@ -82,24 +84,29 @@ class LatentAttention(Mixer):
             query_growth=self.query_growth,
         )
         values = Axis(self.num_heads * self.value_dim, unit=self.value_dim)
-        if self.head_gate:
-            found["gate"] = Linear(((names.query_gate, Axis(self.num_heads)),), hidden)
-            found["gated"] = OutputGate("sigmoid", group=self.value_dim)
+        if self.gate != "none":
+            of_head = self.gate == "head"
+            found["gate"] = Linear(((names.query_gate, Axis(self.num_heads) if of_head else values),), hidden)
+            found["gated"] = OutputGate("sigmoid", group=self.value_dim if of_head else 1)
         found["output"] = Linear(((names.output, hidden),), values, self.bias)
         return found
 
     def _norm(self, name: str, size: int) -> Norm:
-        return Norm(name, size, "rms", LATENT_EPS, weight_offset=0.0, affine=True)
+        return Norm(name, size, "rms", self.latent_eps, weight_offset=0.0, affine=True)
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         down = ops.norm(held["query_norm"], ops.linear(held["query_down"], x)) if self.query_rank else x
         query = ops.linear(held["query"], down)
         latent = ops.norm(held["latent_norm"], ops.linear(held["latent"], x), 0, self.latent_dim)
-        gate = ops.linear(held["gate"], x) if self.head_gate else None  # of all tokens, as the queries are
-        attended = ops.mix(held["attend"], query, latent)
+        gate = ops.linear(held["gate"], x) if self.gate != "none" else None  # of all tokens, as the queries are
+        attended = ops.mix(held["attend"], query, latent, *self._emit_index(ops, held, x, down))
         if gate is not None:
             attended = ops.compute(held["gated"], attended, gate)
         return [ops.product(held["output"], attended)]
+
+    def _emit_index(self, ops: LayerOps, held: Held, x: Any, down: Any) -> Sequence[Any]:
+        """What attention takes besides queries and compressed vectors. down: the compressed queries, or else x."""
+        return ()
 
     def for_context(self, longest: int) -> Self:
         found = super().for_context(longest)
@@ -121,17 +128,20 @@ class LatentAttention(Mixer):
         return self.num_heads // tp_size * each + 3 * latent + 2 * (self.query_rank or 0)
 
     def problem(self) -> str:
-        sizes = ["num_heads", "nope_dim", "rope_dim", "value_dim", "latent_dim"]
+        sizes = ["num_heads", "nope_dim", "value_dim", "latent_dim"]
         if self.query_rank is not None:
             sizes.append("query_rank")
         for name in sizes:
             if getattr(self, name) < 1:
                 return f"latent attention's {name} must be at least 1, got {getattr(self, name)}"
-        if self.rope.rotary_dim != self.rope_dim:
-            return f"{self.rope.rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
+        rotary_dim = 0 if self.rope is None else self.rope.rotary_dim
+        if rotary_dim != self.rope_dim:
+            return f"{rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
         if self.query_growth is not None and self.query_growth[0] < 1:
             return f"queries that grow every {self.query_growth[0]} positions; it must be at least 1"
         return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        if self.rope is None:
+            return "the program's latent attention has rotary dimensions."
         return why_growth_has_no_program(self.query_growth)

@@ -40,7 +40,7 @@ def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> 
         value_dim=integer(config, "v_head_dim"),
         latent_dim=integer(config, "kv_lora_rank"),
         scale=(nope_dim + rope_dim) ** -0.5 * _temperature(config, rotary.factor) ** 2,
-        rope=rotary,
+        rope=rotary if rope_dim else None,
         interleaved=flag(config, "rope_interleave", True),
         query_rank=optional_integer(config, "q_lora_rank"),
         bias=flag(config, "attention_bias", False),

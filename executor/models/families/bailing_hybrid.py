@@ -71,7 +71,7 @@ def build(config: Config) -> ArchSpec:
     layers: list[LayerSpec] = []
     for kind, layer in zip(kinds[:count], spec.layers, strict=True):
         assert isinstance(layer.mixer, LatentAttention)
-        full = replace(layer.mixer, head_gate=True)
+        full = replace(layer.mixer, gate="head")
         layers.append(replace(layer, mixer=full if kind == "full_attention" else delta))
     return replace(spec, layers=tuple(layers))
 
