@@ -12,6 +12,7 @@ import torch
 import transformers
 from every_family import QUANTISED, TABLES
 from gguf_cases import CASES
+from multimodal_models import WITH_STATES
 from multimodal_models import config_of as multimodal_config
 from published_models import PUBLISHED
 from published_models import config_of as published_config
@@ -64,6 +65,10 @@ def native_rows() -> Iterator[Row]:
         tested.setdefault(published.architecture, ("test_published_layouts", partial(published_config, name)))
     tested["RWKV7ForCausalLM"] = ("test_rwkv", lambda: RWKV)
     tested[LANGUAGE_MODEL] = ("test_odd_checkpoints", partial(multimodal_config, "llava with llama"))
+    for make in WITH_STATES.values():
+        model = make()
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        tested[type(model).__name__] = ("test_recurrent_families", partial(dict, config))
     for name in ENCODERS:
         (architecture,) = encoder_config(name)["architectures"]
         tested.setdefault(architecture, ("test_encoders", partial(encoder_config, name)))

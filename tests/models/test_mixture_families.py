@@ -216,6 +216,23 @@ def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folde
     assert changed, "the correction matters"
 
 
+@pytest.mark.parametrize("name", ["hy_v4"])
+def test_drafts_change_no_token(folder: Path, name: str) -> None:
+    """Of few tokens, so that some drafts are accepted and others are not."""
+    prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, allowed_token_ids=[20, 21, 22])
+    engine = TIGHT | {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    answers = []
+    for speculative_config in ({}, config):
+        with LLM(str(saved(folder, name)), **engine, speculative_config=speculative_config) as llm:
+            outputs = generate_all_at_once(llm, prompts, params)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            drafted = llm.get_stats()
+    assert answers[0] == answers[1]
+    assert 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_DIVIDED))
 def test_two_ranks_answer_as_transformers_does(folder: Path, name: str) -> None:

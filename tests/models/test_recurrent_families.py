@@ -34,7 +34,9 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
-EACH_KIND = ("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "granite_hybrid")
+EACH_KIND = (
+    *("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "glm5_next", "minimax", "falcon_h1", "granite_hybrid"),
+)
 """A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
@@ -128,6 +130,7 @@ def test_preempted_requests_answer_as_transformers_does(folder: Path, name: str)
     ("kind", "name"),
     [
         *itertools.product(("tensor", "pipeline"), ("lfm2_biases", "lfm2_moe", "mamba2", "qwen3_next", "falcon_h1")),
+        *itertools.product(("tensor", "pipeline"), ("glm5_next",)),
         *(("tensor", name) for name in ("mamba2_one_group", "qwen3_5_moe", "jamba", "kimi_linear", "minimax", "bamba")),
     ],
 )
@@ -208,7 +211,7 @@ def test_a_state_of_a_declared_type_keeps_it_whatever_the_options_say(folder: Pa
     assert {tuple(kept.dtype for kept in layer) for layer in own.own_states(1)} == {("bfloat16", "float32")}
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5", "jamba", "falcon_h1", "minimax"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5", "jamba", "falcon_h1", "minimax", "glm5_next"])
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]

@@ -124,7 +124,29 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     ),
 }
 
+
+def glm_5_3() -> Any:
+    vision = {
+        "image_size": 28,
+        "patch_size": 14,
+        "depth": 1,
+        "num_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
+    text = TEXT | LATENT | {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "linear_num_heads": 4, "linear_head_dim": 8, "qk_rope_head_dim": 0, "pad_token_id": 2, "hc_mult": 2,
+        "index_topk": 8, "index_kpool": 4, "index_n_heads": 8, "index_head_dim": 16, "mlp_layer_types": ["dense"] * 3,
+    }  # fmt: skip
+    config = transformers.Glm5NextConfig(
+        text_config=text, vision_config=vision | {"out_hidden_size": 32, "projection_intermediate_size": 32}
+    )
+    return transformers.Glm5NextForConditionalGeneration(config)
+
+
 WITH_STATES: dict[str, Callable[[], Any]] = {
+    "glm 5.3": glm_5_3,
     "qwen 3.5": qwen_3_5("Qwen3_5"),
     "qwen 3.5 with experts": qwen_3_5(
         "Qwen3_5Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32

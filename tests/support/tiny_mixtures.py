@@ -106,6 +106,10 @@ FAMILIES: dict[str, TinyModel] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
     "deepseek_v32": tiny("DeepseekV32", **LATENT, **(DEEPSEEK | INDEXED)),
+    "hy_v4": tiny(
+        "HYV4", num_hidden_layers=4, indexer_types=["full", "shared", "full", "full"], hc_mult=3, pad_token_id=2,
+        **(LATENT | DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1}),
+    ),
     "glm_moe_dsa": tiny(
         "GlmMoeDsa", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], **LATENT,
         **(DEEPSEEK | INDEXED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import glm5_next  # noqa: F401 (a class of transformers)
 from tiny_models import TinyModel
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 1024}
@@ -27,6 +28,14 @@ MAMBA = {
     "num_attention_heads": None,
     "num_key_value_heads": None,
 }
+GLM5_NEXT = {
+    "num_hidden_layers": 5, "linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4, "pad_token_id": 2,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "indexed", "linear", "indexed")],
+    "indexer_types": ["full", "full", "shared", "shared", "full"], "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20, "hc_mult": 3,
+    "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "index_kpool": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
 BESIDE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
@@ -108,6 +117,7 @@ FAMILIES: dict[str, TinyModel] = {
         num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_group=2, topk_group=1,
         num_key_value_heads=4,
     ),
+    "glm5_next": TinyModel("Glm5NextForCausalLM", "Glm5NextTextConfig", SMALL | GLM5_NEXT, 0.2),
     "minimax": tiny(
         "MiniMax", num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"],
         head_dim=8, num_local_experts=8, num_experts_per_tok=3, block_size=16, full_attn_alpha_factor=3.5,

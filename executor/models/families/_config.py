@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
 from headrace.executor.models.blocks import Ffn, Routing
 from headrace.executor.models.blocks.attention import Attention
-from headrace.executor.models.blocks.dense import Dense, NamedActivation
+from headrace.executor.models.blocks.dense import Activation, Dense, NamedActivation
 from headrace.executor.models.blocks.experts import Experts
-from headrace.executor.models.families import Config
+from headrace.executor.models.families import Config, NotNativeError
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_groups import ExpertGroups
 
@@ -121,6 +121,14 @@ def activation(config: Config, key: str, default: str) -> NamedActivation:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(f"the config's {_spelt(config, key)} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def limited_silu(config: Config, key: str) -> Activation:
+    """silu of gates of at most the limit that the key gives, 10 where it is missing, which is the largest magnitude of
+    what they are multiplied with too. Raises NotNativeError for other limits."""
+    if (limit := number(config, key, 10.0)) != 10:
+        raise NotNativeError(f"the config's {_spelt(config, key)} is {limit:g}; gates can have a limit of 10")
+    return "silu_below_10"
 
 
 def _shown(config: Config, key: str) -> str:

@@ -13,7 +13,18 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             1e-5: (
                 *("Apertus", "Arcee", "Bamba", "Cwm", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "ExaoneMoe", "FalconH1"),
                 *("Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteSWA", "HunYuanDenseV1", "HunYuanMoEV1", "IQuestCoder"),
-                *("InternLM3", "KimiLinear", "Llama4", "MiniCPM3", "Ministral3", "Mixtral", "Olmo2", "Olmo3", "Olmoe"),
+                *(
+                    "HYV4",
+                    "InternLM3",
+                    "KimiLinear",
+                    "Llama4",
+                    "MiniCPM3",
+                    "Ministral3",
+                    "Mixtral",
+                    "Olmo2",
+                    "Olmo3",
+                    "Olmoe",
+                ),
                 *("Phi3", "Zamba2"),
             ),
             1e-6: ("GraniteMoeHybrid",),
@@ -30,6 +41,7 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             2.0: ("MiniMaxM3VL",),
             2.446: ("KimiLinear",),
             2.5: ("DeepseekV3",),
+            2.827: ("HYV4",),
             6.0: ("LongcatFlash",),
         },
         "sliding_window": {

@@ -23,7 +23,7 @@ def build(config: Config) -> ArchSpec:
         defaults |= {"n_group": 8, "topk_group": 4}
     config = {**defaults, "index_n_heads": 32 if is_glm else 64} | config
     spec = deepseek(config, corrected_routing(config), correction=True)
-    kinds = _index_kinds(config, spec.num_layers) if is_glm else ["full"] * spec.num_layers
+    kinds = from_the_first(indexer_types(config, spec.num_layers)) if is_glm else ["full"] * spec.num_layers
     rotation: Literal["halves", "pairs"] = "pairs" if is_glm else "halves"
     own: dict[str, Any] = {
         "num_chosen": integer(config, "index_topk", 2048),
@@ -39,7 +39,7 @@ def build(config: Config) -> ArchSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def _index_kinds(config: Config, count: int) -> list[str]:
+def indexer_types(config: Config, count: int) -> list[str]:
     """full for each layer that has an index, shared for those that use the choice of the last one before them. Raises
     ModelError."""
     given, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
@@ -51,9 +51,14 @@ def _index_kinds(config: Config, count: int) -> list[str]:
         given = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(count)]
     if not isinstance(given, list) or len(given) < count or set(map(str, given[:count])) - {"full", "shared"}:
         raise ModelError(f"the config's indexer_types must list full or shared for each layer, got {given!r:.80}")
+    return [str(each) for each in given[:count]]
+
+
+def from_the_first(given: list[str]) -> list[str]:
+    """The kinds, if the first layer has an index. Raises ModelError."""
     if given[0] != "full":
         raise ModelError("the config's indexer_types begin with shared; the first layer needs an index of its own")
-    return [str(each) for each in given[:count]]
+    return given
 
 
 FAMILY = Family(

@@ -76,7 +76,7 @@ def _kinds(config: Config, linear: Config) -> list[str]:
     return listed
 
 
-def _size(config: Config, linear: Config, key: str, own: str, default: int) -> int:
+def size_of_linear(config: Config, linear: Config, key: str, own: str, default: int) -> int:
     """A size of the linear layers, from `linear_attn_config` or beside it; transformers writes both. Raises
     ModelError."""
     beside = integer(config, own, default)
@@ -102,13 +102,13 @@ def build(config: Config) -> ArchSpec:
     config = config.renamed(**COMMON)
     linear = config.section("linear_attn_config")
     kinds = _kinds(config, linear)
-    size = _size(config, linear, "head_dim", "linear_head_dim", 128)
+    size = size_of_linear(config, linear, "head_dim", "linear_head_dim", 128)
     delta = DeltaRule(
-        heads=(heads := _size(config, linear, "num_heads", "linear_num_heads", 32)),
+        heads=(heads := size_of_linear(config, linear, "num_heads", "linear_num_heads", 32)),
         key_heads=heads,
         key_dim=size,
         value_dim=size,
-        conv_width=_size(config, linear, "short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+        conv_width=size_of_linear(config, linear, "short_conv_kernel_size", "linear_conv_kernel_dim", 4),
         norm_eps=number(config, "rms_norm_eps", 1e-5),
         decay_per_channel=True,
         rank=size,

@@ -13,7 +13,12 @@ from headrace.ipc.failure import ModelError
 
 ARCHITECTURES = (
     *("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Idefics3ForConditionalGeneration"),
-    *("InternVLChatModel", "InternVLForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+    *(
+        "Glm5NextForConditionalGeneration",
+        "InternVLChatModel",
+        "InternVLForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+    ),
     *("Kimi_K25ForConditionalGeneration", "LlavaForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration"),
     *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
