@@ -638,6 +638,9 @@ def _is_file_name(name: str) -> bool:
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:
     from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
     from headrace.executor.models.families import spec_from_config
-    from headrace.executor.models.sizes import weight_shapes
+    from headrace.executor.models.sizes import table_names, weight_shapes
 
-    return DummyWeights(weight_shapes(spec_from_config(config)) if shapes is None else shapes)
+    if shapes is not None:
+        return DummyWeights(shapes)
+    spec = spec_from_config(config)
+    return DummyWeights(weight_shapes(spec), tables=table_names(spec))

@@ -38,7 +38,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
-from headrace.executor.models.sizes import layer_elements, weight_elements, weight_shapes
+from headrace.executor.models.sizes import layer_elements, table_names, weight_elements, weight_shapes
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
@@ -273,7 +273,7 @@ class GpuRank(ModelRank):
         dtype = DTYPES[plan.dtype]
         source: WeightSource
         if checkpoint.format == "dummy":
-            source = DummyWeights(weight_shapes(spec), dtype, self._device)
+            source = DummyWeights(weight_shapes(spec), dtype, self._device, table_names(spec))
         else:
             source = staged(checkpoint.weights(place=place), self._backend.host_side())
         offload = offload_of(plan, spec, place, self._backend)

@@ -75,6 +75,8 @@ class SharedInputs:
     """None where no token has any."""
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
     """What layers leave to later layers of the same pass, whatever their cache group."""
+    token_ids: Tensor | None = None
+    """[num_tokens] int64, for layers that read them; None where there are no tokens."""
 
 
 class EagerNorm:

@@ -200,6 +200,18 @@ class CheckedWeights:
         self.nbytes += tensor.nbytes
         return tensor
 
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A table of whole numbers, int32. Raises ModelError for floats, and for numbers that int32 has not."""
+        self._check(name, shape)
+        stored = self._source.get(name)
+        if stored.is_floating_point():
+            raise ModelError(f"the weight {name} is stored as {dtype_name(stored.dtype)}; whole numbers are expected")
+        found = stored.to(self.device, torch.int32)
+        if not torch.equal(found.to(stored.dtype), stored.to(self.device)):
+            raise ModelError(f"the weight {name} holds numbers that int32 has not")
+        self.nbytes += found.nbytes
+        return found
+
     def exact(self, declared: Any, prefix: str) -> Tensor:
         """An `ExactMatrix`: [rows, columns] float32."""
         return self.exact_matrix(prefix + declared.name, declared.rows, declared.columns)

@@ -73,6 +73,11 @@ def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in model_weights(spec)}
 
 
+def table_names(spec: ArchSpec) -> frozenset[str]:
+    """The names of weights that are whole numbers, for dummy weights."""
+    return frozenset(weight.name for weight in model_weights(spec) if weight.role == "table")
+
+
 def weight_elements(spec: ArchSpec) -> int:
     """Number of the model's parameters."""
     if spec.foreign:

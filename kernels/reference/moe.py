@@ -18,7 +18,7 @@ from headrace.kernels.low_rank import AdaptedTokens, LowRank, LowRankExperts, Sl
 from headrace.kernels.reference.quantised import QuantisedLinear
 from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
 
-Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer", "sqrtsoftplus"]
 LEAST_SUM = 1e-20
 """The least divisor of `renormalise`, since sigmoid scores can all be 0."""
 
@@ -60,10 +60,10 @@ def route_experts(
     """Chooses the `top_k` experts of each token, best first, and the weights of their results.
 
     logits [num_tokens, num_experts] of any float type. Scores are computed in float32: the softmax over all experts, or
-    the sigmoid of each logit. The experts with the highest logits are chosen, of equal ones the lower index. With a
-    bias [num_experts] float32 (DeepSeek-V3, section 2.1.2) those with the highest score + bias are chosen; the bias
-    does not enter the weights. With several `groups` only experts of the best groups can be chosen. The weights are the
-    scores, divided by their sum if `renormalise`, times `scale`.
+    of each logit the sigmoid or the root of softplus. The experts with the highest logits are chosen, of equal ones the
+    lower index. With a bias [num_experts] float32 (DeepSeek-V3, section 2.1.2) those with the highest score + bias are
+    chosen; the bias does not enter the weights. With several `groups` only experts of the best groups can be chosen.
+    The weights are the scores, divided by their sum if `renormalise`, times `scale`.
 
     Scoring by sparsemixer (Liu et al. 2024, "GRIN", section 3.1): an expert's weight is its share of a softmax over
     itself and the experts ranked below it, without those whose logit is below its own by more than `margin` times the
@@ -74,13 +74,26 @@ def route_experts(
     if scoring == "sparsemixer":
         expert_ids, weights = _by_sparsemixer(wide, top_k, margin)
         return expert_ids.to(torch.int32), _renormalised(weights, renormalise) * scale
-    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    scores = scores_of(wide, scoring)
     order = wide if bias is None else scores + bias
     if groups.number > 1:
         order = _within_groups(scores if bias is None else order, groups)
     expert_ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, expert_ids)
     return expert_ids.to(torch.int32), _renormalised(weights, renormalise) * scale
+
+
+def scores_of(wide: Tensor, scoring: Scoring) -> Tensor:
+    """wide: logits [num_tokens, num_experts] float32 -> as wide. Not by sparsemixer."""
+    if scoring == "sqrtsoftplus":
+        return F.softplus(wide).sqrt()
+    return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+
+
+def shares_of(scores: Tensor, expert_ids: Tensor, scale: float) -> Tensor:
+    """The weights of chosen experts' results: scores [num_tokens, num_experts], expert_ids [num_tokens, top_k] ->
+    [num_tokens, top_k], which add up to scale."""
+    return _renormalised(scores.gather(-1, expert_ids.long()), renormalise=True) * scale
 
 
 def _renormalised(weights: Tensor, renormalise: bool) -> Tensor:

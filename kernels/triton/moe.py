@@ -235,6 +235,8 @@ def route_kernel(
     wide = tl.load(logits + row * logits_stride + numbers, mask=inside, other=float("-inf")).to(tl.float32)
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-wide))
+    elif SCORING == "sqrtsoftplus":
+        scores = tl.sqrt(tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0)))))
     else:
         powers = tl.exp(wide - tl.max(wide, 0))
         scores = powers / tl.sum(powers, 0)

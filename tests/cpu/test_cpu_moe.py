@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,6 +249,17 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
         whole = found if whole is None else whole
         assert torch.equal(found, whole[: len(found)]), "a row alone is another result"
+
+
+def test_experts_may_be_scored_by_the_root_of_softplus() -> None:
+    logits, bias = torch.linspace(-30, 40, 60).view(5, 12), torch.rand(12)
+    given: Any = {"top_k": 3, "scoring": "sqrtsoftplus", "renormalise": True, "scale": 1.5, "bias": bias}
+    ids, weights = route_experts(logits, **given)
+    wanted_ids, wanted = ops()["route_experts"].reference(logits, **given)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted)
+    scores = torch.log1p(logits.double().exp()).sqrt().gather(1, ids.long())
+    torch.testing.assert_close(weights.double(), 1.5 * scores / scores.sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence() -> None:

@@ -41,6 +41,7 @@ LISTS = {
 OF_NO_EFFECT = {
     "llama_yarn": {"max_position_embeddings"},  # the context is YaRN's original one times its factor
     "deepseek_v3_moe": {"max_position_embeddings"},
+    "deepseek_v4": {"max_position_embeddings"},
     "deepseek_v2_moe": {"max_position_embeddings"},
     "gpt_oss": {"max_position_embeddings"},
     "falcon_alibi": {"rope_theta"},  # there is no rotation

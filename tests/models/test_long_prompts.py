@@ -28,6 +28,7 @@ NAMES = (
     "mimo_v2",
     "deepseek_v32",
     "hy_v4",
+    "deepseek_v4",
     pytest.param("glm_moe_dsa", marks=pytest.mark.system),
 )
 LENGTHS = (1, 3, 11, 12, 13, 15, 16, 17, 63, 64, 65, 257, 700)

@@ -21,7 +21,7 @@ from tiny_mixtures import FAMILIES
 from tiny_models import state_of
 from torch import Tensor
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, HeadraceError, SamplingParams
 from headrace.core.options.parsing import parse_options
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.models.decoder import Decoder
@@ -193,6 +193,24 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts
     assert read == experts
 
 
+def test_a_table_of_experts_is_whole_numbers(folder: Path, tmp_path: Path) -> None:
+    """Of dummy weights too. One that names no expert, or is of floats, is refused."""
+    path, params = saved(folder, "deepseek_v4"), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with LLM(str(path), **TIGHT, load_format="dummy") as llm:
+        assert len(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    state, shown = load_file(path / "model.safetensors"), "model.layers.0.mlp.gate.tid2eid"
+    name = next(name for name in state if name.endswith("tid2eid"))
+    shutil.copy(path / "config.json", tmp_path)
+    for table, message in (
+        (state[name] + 6, "names experts outside 0 .. 7"),
+        (state[name] + (1 << 40), "holds numbers that int32 has not"),
+        (state[name].float(), "is stored as float32; whole numbers are expected"),
+    ):
+        save_file(state | {name: table}, tmp_path / "model.safetensors")
+        with pytest.raises(HeadraceError, match=f"{shown} {message}"):
+            LLM(str(tmp_path), **TIGHT)
+
+
 def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folder: Path, tmp_path: Path) -> None:
     """A.X-K1's published files have none, and a norm of each layer, which the dense ones do not use."""
     path, model = saved(folder, "axk1"), copy.deepcopy(model_of("axk1"))
@@ -216,7 +234,7 @@ def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folde
     assert changed, "the correction matters"
 
 
-@pytest.mark.parametrize("name", ["hy_v4"])
+@pytest.mark.parametrize("name", ["hy_v4", "deepseek_v4"])
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]

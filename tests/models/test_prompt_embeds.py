@@ -14,6 +14,7 @@ from all_at_once import generate_all_at_once
 from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file
 from tiny_families import FAMILIES
+from tiny_mixtures import FAMILIES as MIXTURES
 from torch import Tensor
 
 from headrace import LLM, InvalidRequestError, SamplingParams
@@ -239,9 +240,10 @@ def test_without_the_option_they_are_refused_and_a_model_that_reads_token_ids_in
         pytest.raises(InvalidRequestError, match=words),
     ):
         llm.generate({"prompt_embeds": table_of(folder)[[5, 6]]}, GREEDY)
-    tiny_models.make(FAMILIES["gemma3n"]).save_pretrained(folders / "gemma3n")
-    with pytest.raises(OptionError, match=r"enable_prompt_embeds: .* reads the token ids"):
-        LLM(str(folders / "gemma3n"), **ENGINE)
+    for name, kind in (("gemma3n", FAMILIES["gemma3n"]), ("deepseek_v4", MIXTURES["deepseek_v4"])):
+        tiny_models.make(kind).save_pretrained(folders / name)
+        with pytest.raises(OptionError, match=r"enable_prompt_embeds: .* the token ids"):
+            LLM(str(folders / name), **ENGINE)
 
 
 def test_a_part_of_a_conversation_stands_where_the_template_writes_it(tmp_path: Path) -> None:

@@ -49,7 +49,14 @@ def test_what_transformers_saves_of_a_published_config_is_the_same_model(name: s
     assert spec_from_config(saved | {"architectures": published["architectures"]}) == spec_from_config(published)
 
 
-CLASSES = ("AXK1Config", "Glm5NextTextConfig", "HYV4Config", "Mistral4Config", "MuseGlimmerTextConfig")
+CLASSES = (
+    "AXK1Config",
+    "DeepseekV4Config",
+    "Glm5NextTextConfig",
+    "HYV4Config",
+    "Mistral4Config",
+    "MuseGlimmerTextConfig",
+)
 """Of models whose published config is that of transformers' class without arguments."""
 
 

@@ -36,6 +36,10 @@ def tiny(name: str, config_class: str = "", **config: Any) -> TinyModel:
     return TinyModel(f"{name}ForCausalLM", config_class or f"{name}Config", SMALL | config, 0.2)
 
 
+DEEPSEEK_V4 = {
+    "s": "sliding_attention", "c": "compressed_sparse_attention", "h": "heavily_compressed_attention"
+}  # fmt: skip
+
 FAMILIES: dict[str, TinyModel] = {
     "glm4_moe": tiny("Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **DEEPSEEK),
     "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
@@ -106,6 +110,16 @@ FAMILIES: dict[str, TinyModel] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
     "deepseek_v32": tiny("DeepseekV32", **LATENT, **(DEEPSEEK | INDEXED)),
+    "deepseek_v4": tiny(
+        "DeepseekV4", num_hidden_layers=5, q_lora_rank=24, head_dim=16, partial_rotary_factor=0.5, sliding_window=20,
+        layer_types=[DEEPSEEK_V4[each] for each in "shchc"], compress_rates={DEEPSEEK_V4["c"]: 4, DEEPSEEK_V4["h"]: 32},
+        mlp_layer_types=["hash_moe", "moe", "hash_moe", "moe", "moe"], n_routed_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, o_groups=2, o_lora_rank=12, hc_mult=3, hc_sinkhorn_iters=5, pad_token_id=2,
+        rope_parameters={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32,
+            "beta_slow": 1,
+        }, **INDEXED,
+    ),
     "hy_v4": tiny(
         "HYV4", num_hidden_layers=4, indexer_types=["full", "shared", "full", "full"], hc_mult=3, pad_token_id=2,
         **(LATENT | DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1}),

@@ -268,6 +268,9 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.5 * torch.rand(buffer.shape, generator=generator))
+            elif name.endswith("tid2eid"):
+                order = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator).argsort(-1)
+                buffer.copy_(order[:, : buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     model.tie_weights()

@@ -51,7 +51,7 @@ def case_routing_by_sparsemixer_gives_the_same_weights() -> None:
 
 def case_routing_within_groups_chooses_the_same_experts() -> None:
     logits, bias = torch.randn(5, 24) * 3, torch.rand(24)
-    for scoring, correction, best in (("softmax", None, 1), ("sigmoid", bias, 2)):
+    for scoring, correction, best in (("softmax", None, 1), ("sigmoid", bias, 2), ("sqrtsoftplus", bias, 1)):
         options = {"top_k": 4, "scoring": scoring, "renormalise": True, "bias": correction}
         options["groups"] = ExpertGroups(4, 2, best)
         ids, weights = route(logits, **options)

@@ -43,6 +43,7 @@ class _Matrices:
         self._parts: dict[str, Parts] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         weights = {weight.name: weight for weight in stored_weights(spec, as_floats)}
+        self._tables = {name for name, weight in weights.items() if weight.role == "table"}
         stored, entries = set[str](), dict[str, int]()
         for weight in weights.values():
             module = weight.name.removesuffix(".weight")
@@ -73,6 +74,8 @@ class _Matrices:
         self.names = frozenset(held - stored | self._parts.keys())
 
     def stored(self, name: str) -> StoredTensor:
+        if name in self._tables:
+            return self._source.stored(name)
         if name not in self._parts:
             found = self._source.stored(name)
             return found.reading(Numbers(partial(self._floats, name, found.numbers.part), found.numbers.packed))

@@ -25,9 +25,11 @@ class DummyWeights(WeightSource):
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        tables: frozenset[str] = frozenset(),
     ) -> None:
+        """tables: weights that are whole numbers, which are 0, 1, 2, ... in each row."""
         import_deferred()  # torch.Generator cannot be made before one of them has told torch its metaclass
-        self._shapes, self._dtype, self._device = dict(shapes), dtype, device
+        self._shapes, self._dtype, self._device, self._tables = dict(shapes), dtype, device, tables
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
@@ -36,6 +38,9 @@ class DummyWeights(WeightSource):
         return StoredTensor.plain(self._shapes[name], dtype_name(self._dtype), partial(self._make, name))
 
     def _make(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
+        if name in self._tables:
+            table = torch.arange(self._shapes[name][-1], device=self._device).expand(self._shapes[name])
+            return take_part(table, self._shapes[name], rows, columns)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
         generator = torch.Generator(self._device).manual_seed(seed)
         whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from headrace.executor.models.arch import Kept, RopeSpec, TokenCache
     from headrace.executor.parallel.rank_place import RankCoordinates
 
-Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
+Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert", "table"]
 """What a weight is for, which decides its quantisation: matrices and experts are quantised as the option asks, the
-embedding and the head more finely or not at all, the rest not."""
+embedding and the head more finely or not at all, the rest not. A table has whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Routing:
     """How a router's logits select experts and weight them: see `kernels.reference.moe.route_experts`."""
 
     num_chosen: int
-    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
+    scoring: Literal["softmax", "sigmoid", "sparsemixer", "sqrtsoftplus"]
     renormalise: bool
     scale: float = 1.0
     groups: ExpertGroups = ALL_EXPERTS
@@ -391,6 +391,8 @@ class Ffn(Block):
 
     inner: int
     """Its inner (intermediate) size, over all ranks."""
+    reads_token_ids: ClassVar[bool] = False
+    """Whether it reads what tokens there are, so that nothing can be given in the place of their embeddings."""
 
     @property
     def chosen_share(self) -> float:

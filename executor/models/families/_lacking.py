@@ -7,7 +7,6 @@ _REMOTE = "its code comes with its checkpoints, and nothing installed here can c
 _LACKING = {
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
     "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
-    "DeepseekV4ForCausalLM": "compressed keys and values, and several residual streams (hyper-connections)",
     "Grok1ForCausalLM": _REMOTE,
     "Grok1ModelForCausalLM": _REMOTE,
     "HCXVisionV2ForCausalLM": "its language model has no family of its own",

@@ -27,6 +27,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
         "deepseek_v32": "DeepseekV32ForCausalLM",
+        "deepseek_v4": "DeepseekV4ForCausalLM",
         "distilbert": "DistilBertModel",
         "dots1": "Dots1ForCausalLM",
         "electra": "ElectraModel",

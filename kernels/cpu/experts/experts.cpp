@@ -16,6 +16,11 @@ float largest_of(const float* values, int64_t count) {
 
 // The scores of a row of logits, both [count]; `scores` is written up to the next whole vector.
 void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
+  if (scoring == Scoring::kSqrtSoftplus) {
+    for (int64_t i = 0; i < count; ++i)
+      scores[i] = std::sqrt(logits[i] > 20.0f ? logits[i] : std::log1p(std::exp(logits[i])));
+    return;
+  }
   const bool is_softmax = scoring == Scoring::kSoftmax;
   const float largest = is_softmax ? largest_of(logits, count) : 0.0f;
   for (int64_t i = 0; i < count; i += kLanes) {

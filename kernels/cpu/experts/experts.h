@@ -14,7 +14,7 @@
 
 namespace headrace {
 
-enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
+enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2, kSqrtSoftplus = 3 };
 
 // Arguments of hr_op_route, which needs 20 (num_experts + kLanes) bytes of thread scratch.
 struct RouteArgs {

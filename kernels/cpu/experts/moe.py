@@ -39,7 +39,7 @@ from headrace.kernels.low_rank import AdaptedTokens, LowRankExperts, SlotLimits
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
-SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparsemixer": 2})
+SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparsemixer": 2, "sqrtsoftplus": 3})
 """`Scoring` in experts.h."""
 PASS_BYTES, LEAST_PASS_ROWS = 16 << 20, 256
 """Limits on the activations between an expert's two products in one pass, large enough that many rows share each read
