@@ -193,6 +193,51 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts
     assert read == experts
 
 
+OWN_NAMES = {
+    "deepseek_v4": (
+        ("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), (".attn.norm.", ".attn.kv_norm."),
+        ("model.layers.", "layers."), ("model.norm.", "norm."),
+    ),
+    "hy_v4": (
+        (".hc_pre.hc_attn_layer.", ".hc_attn_layer.hc_pre."), (".hc_pre.hc_mlp_layer.", ".hc_mlp_layer.hc_pre."),
+        (".hc_pre.hc_head.hc_head_", ".hc_head.hc_pre.hc_head_"), (".mlp.linear_gate.", ".mlp.gate_proj."),
+        (".shared_experts.linear_gate.", ".shared_experts.gate_proj."),
+    ),
+}  # fmt: skip
+"""Publishers' names, from those of them that transformers saves otherwise."""
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+@pytest.mark.parametrize("of", ["publisher", "transformers"])
+def test_files_have_the_publishers_names_or_those_of_transformers(
+    folder: Path, name: str, of: str, tmp_path: Path
+) -> None:
+    state = load_file(saved(folder, name) / "model.safetensors")
+    for old, new in OWN_NAMES[name]:
+        state = {key.replace(old, new): each for key, each in state.items()}
+    if of == "transformers":
+        state = {key: each.contiguous().clone() for key, each in model_of(name).state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(saved(folder, name) / "config.json", tmp_path)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(str(tmp_path), **TIGHT) as llm:
+        outputs = llm.generate(shared_prefix(128), params, use_tqdm=False)
+    for prompt, output in zip(shared_prefix(128), outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == reference_logits(model_of(name), prompt, answer).argmax(-1).tolist()
+
+
+def test_a_name_that_two_tensors_of_a_file_have_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = saved(folder, "hy_v4")
+    state = load_file(path / "model.safetensors")
+    sinks = "model.layers.0.self_attn.learnable_sink_param"
+    state["model.layers.0.self_attn.sinks"] = state[sinks].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(path / "config.json", tmp_path)
+    with pytest.raises(HeadraceError, match=f"holds model.layers.0.self_attn.sinks twice, once as {sinks}"):
+        LLM(str(tmp_path), **TIGHT)
+
+
 def test_a_table_of_experts_is_whole_numbers(folder: Path, tmp_path: Path) -> None:
     """Of dummy weights too. One that names no expert, or is of floats, is refused."""
     path, params = saved(folder, "deepseek_v4"), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _REMOTE = "its code comes with its checkpoints, and nothing installed here can check a family against it"
+_QWEN4 = "embeddings of n-grams in some layers, with a convolution of their own, and keys averaged in blocks"
 _LACKING = {
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
     "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
@@ -11,8 +12,13 @@ _LACKING = {
     "Grok1ModelForCausalLM": _REMOTE,
     "HCXVisionV2ForCausalLM": "its language model has no family of its own",
     "HrmTextForCausalLM": "layers that are run several times (a recurrence in depth)",
-    "InklingForCausalLM": "relative positions and short convolutions of keys and values",
-    "InklingForConditionalGeneration": "relative positions and short convolutions of keys and values",
+    **dict.fromkeys(
+        (
+            *("InklingForCausalLM", "InklingForConditionalGeneration"),
+            *("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
+        ),
+        "relative positions and short convolutions of keys and values",
+    ),
     "IQuestLoopCoderForCausalLM": f"layers that are run twice, and {_REMOTE}",
     "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
@@ -23,7 +29,8 @@ _LACKING = {
     "Param2MoEForCausalLM": _REMOTE,
     "Plamo2ForCausalLM": _REMOTE,
     "Plamo3ForCausalLM": _REMOTE,
-    "Qwen4ExpForCausalLM": "no family; transformers has its code",
+    "Qwen4ExpForCausalLM": _QWEN4,
+    "Qwen4ExpForConditionalGeneration": _QWEN4,
     "Rnj1ForCausalLM": _REMOTE,
     "SarvamMLAForCausalLM": _REMOTE,
     "SarvamMoEForCausalLM": _REMOTE,
