@@ -48,6 +48,7 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "nemotron_h": {"expert_shared_feed_forward_length", *ROTATION},  # likewise
     "nemotron_h_moe": {"expert_shared_count", *ROTATION},  # whose size together has a key of its own
     "jamba": ROTATION,  # there is none
+    "glm-dsa": {"attention.key_length"},
     "kimi-linear": {"attention.key_length"},
     "deepseek2, version 2": UNSCALED,
     "deepseek2, version 3": UNSCALED,
@@ -249,6 +250,16 @@ def test_layers_that_a_deci_file_describes_and_nothing_computes_are_refused(
     header = GGUFHeader(CASES["deci"].make().save(tmp_path / "model.gguf"))
     header.metadata[f"deci.{key}"] = np.array(values, np.int32)
     with pytest.raises(ModelError, match=message):
+        config_from_gguf(header)
+
+
+def test_which_layers_have_an_index_the_tensors_say_and_a_list_of_others_is_refused(tmp_path: Path) -> None:
+    header = GGUFFile(CASES["glm-dsa"].make().save(tmp_path / "model.gguf")).header
+    key, spec = "glm-dsa.attention.indexer.types", spec_of(header)
+    assert header.metadata.pop(key).tolist() == [True, False, True, False]
+    assert spec_of(header) == spec
+    header.metadata[key] = np.array([True, True, False, False])
+    with pytest.raises(ModelError, match=r"indexer.types is \[True, True, False, False\], and the layers' tensors say"):
         config_from_gguf(header)
 
 

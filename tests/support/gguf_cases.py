@@ -197,6 +197,7 @@ CASES: dict[str, Source] = {
     "exaone-moe": mixture("exaone_moe"),
     "dots1": mixture("dots1", sliding_window=None, layer_types=None),
     "ernie4_5-moe": mixture("ernie4_5_moe"),
+    "glm-dsa": mixture("glm_moe_dsa"),
     "glm4moe": mixture("glm4_moe"),
     "gpt-oss": mixture("gpt_oss"),
     "granitemoe": mixture("granitemoe"),

@@ -15,7 +15,7 @@ PERMUTED = (
     "llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "olmo",
     "baichuan", "internlm2", "minicpm", "deepseek", "mistral3", "xverse", "bailingmoe", "exaone", "deci",
 )  # fmt: skip
-LATENT = ("deepseek2", "minicpm3", "kimi-linear")
+LATENT = ("deepseek2", "glm-dsa", "minicpm3", "kimi-linear")
 OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss")
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -59,7 +59,7 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
         [heads if keys else 0 for keys in deci_heads(config)] if config.get("block_configs") else heads
     )
     if arch not in ("gpt2", "mpt", "qwen"):
-        writer.add_head_count_kv(1 if arch in ("deepseek2", "starcoder") else _groups(arch, config, heads))
+        writer.add_head_count_kv(1 if arch in ("deepseek2", "glm-dsa", "starcoder") else _groups(arch, config, heads))
     if arch in ("qwen", "exaone") or arch.startswith("nemotron_h"):
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif arch.startswith("lfm2"):
@@ -283,12 +283,12 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
     with_inner = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "glm4moe", "deepseek2", "dots1", "lfm2moe", "qwen3next")
-    if arch in (*with_inner, "qwen35moe", "bailingmoe", "bailingmoe2", "deepseek"):
+    if arch in (*with_inner, "glm-dsa", "qwen35moe", "bailingmoe", "bailingmoe2", "deepseek"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     elif arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     renormalised = config.get("norm_topk_prob", True)
-    if arch in ("glm4moe", "deepseek2", "dots1"):
+    if arch in ("glm4moe", "glm-dsa", "deepseek2", "dots1"):
         _write_deepseek_experts(writer, config)
     elif renormalised != (arch not in ("qwen2moe", "olmoe")):  # written only if not the default
         writer.add_expert_weights_norm(renormalised)
@@ -323,6 +323,15 @@ def _deepseek2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_value_length(config["kv_lora_rank"])
     writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
     writer.add_value_length_mla(config["v_head_dim"])
+
+
+def _glm_dsa(writer: gguf.GGUFWriter, config: Config) -> None:
+    _deepseek2(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    writer.add_array("glm-dsa.attention.indexer.types", [each == "full" for each in config["indexer_types"]])
 
 
 def _minicpm3(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -548,6 +557,7 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "gemma3": _window,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
+    "glm-dsa": _glm_dsa,
     "glm4moe": lambda writer, config: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
     "gpt-oss": _window,
     "gptneox": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),

@@ -76,7 +76,7 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         for letter, part, count in zip("qkv", parts, (heads, groups if "wqkv" in name else heads, 0), strict=True):
             flat = part.flatten(0, 1)
             yield f"{blk}attn_{letter}.weight", _permuted(flat, count) if count else flat
-    elif arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+    elif arch in ("deepseek2", "glm-dsa") and name.endswith("kv_b_proj.weight"):
         yield from _halves(name, tensor, config)
     elif arch == "dbrx" and ".experts.mlp." in name:
         count = config["ffn_config"]["moe_num_experts"]

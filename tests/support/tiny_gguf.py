@@ -56,6 +56,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "Glm4MoeLiteForCausalLM": "deepseek2",
     "GlmForCausalLM": "chatglm",
+    "GlmMoeDsaForCausalLM": "glm-dsa",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",

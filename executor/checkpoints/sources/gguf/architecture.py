@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -196,6 +196,13 @@ class Fields:
             if each is not None and each not in values:
                 allowed = " or ".join(map(str, values)) or "nothing"
                 raise ModelError(f"{self._named(key)} is {found!r:.80}, and {allowed} is computed")
+
+    def expect_flags(self, key: str, values: Sequence[bool]) -> None:
+        """Reads a key that, where a file has it, says of each layer what is known already. Raises ModelError."""
+        found = self._stored(key)
+        listed = found.tolist() if isinstance(found, np.ndarray) else found
+        if listed is not None and (not isinstance(listed, list) or list(map(bool, listed)) != list(values)):
+            raise ModelError(f"{self._named(key)} is {listed!r:.80}, and the layers' tensors say {list(values)!r:.80}")
 
     def _named(self, key: str) -> str:
         return f"{self.header.path}: the metadata key {self.prefix}.{key}"

@@ -76,15 +76,7 @@ def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
 
 def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
     """DeepSeek V2, or V3 and models with its architecture, which choose experts by corrected scores."""
-    rope_dim = fields.integer("rope.dimension_count")
-    found: dict[str, Any] = {
-        "q_lora_rank": fields.integer("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
-        "qk_nope_head_dim": _of_a_head(fields, "key") - rope_dim,
-        "qk_rope_head_dim": rope_dim,
-        "v_head_dim": _of_a_head(fields, "value"),
-        "partial_rotary_factor": 1.0,
-    }
+    found = _latent(fields)
     scaling = config.get("rope_scaling")
     if scaling is not None and fields.has("rope.scaling.yarn_log_multiplier"):
         # The key has a tenth of mscale_all_dim, the factor of queries and keys; mscale is assumed to equal that.
@@ -99,6 +91,30 @@ def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
     if fields.integer("expert_gating_func", 0) == SIGMOID or fields.any_layer_holds("exp_probs_b.bias"):
         return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return found | {"topk_method": "group_limited_greedy" if is_grouped else "greedy"}
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    rope_dim = fields.integer("rope.dimension_count")
+    return {
+        "q_lora_rank": fields.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": _of_a_head(fields, "key") - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": _of_a_head(fields, "value"),
+        "partial_rotary_factor": 1.0,
+    }
+
+
+def _glm_dsa(fields: Fields, config: Config) -> dict[str, Any]:
+    """GLM 5. Which layers have an index of their own the tensors say; newer files list them as well."""
+    own = [fields.holds(f"blk.{index}.indexer.attn_k.weight") for index in range(config["num_hidden_layers"])]
+    fields.expect_flags("attention.indexer.types", own)
+    return _latent(fields) | {
+        "index_n_heads": fields.integer("attention.indexer.head_count"),
+        "index_head_dim": fields.integer("attention.indexer.key_length"),
+        "index_topk": fields.integer("attention.indexer.top_k"),
+        "indexer_types": ["full" if each else "shared" for each in own],
+    }
 
 
 def _of_a_head(fields: Fields, kind: str) -> int:
@@ -256,6 +272,14 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             is_mixture=True,
             extra=_exaone_moe,
             renormalised=True,
+            routes_in_groups=True,
+            gating=(0, SIGMOID),
+        ),
+        "glm-dsa": GGUFArchitecture(
+            "GlmMoeDsaForCausalLM",
+            "glm_moe_dsa",
+            is_mixture=True,
+            extra=_glm_dsa,
             routes_in_groups=True,
             gating=(0, SIGMOID),
         ),
