@@ -317,7 +317,8 @@ class Scheduler:
                 continue
             most -= 1
             hit = self._look_up(request)
-            if postpone and any(each(request, hit) for each in postpone):
+            # Without rows nothing goes on that could end it.
+            if postpone and self.num_running and any(each(request, hit) for each in postpone):
                 postponed.append(self.waiting.pop())
                 if len(postponed) == PASSED_OVER:
                     break

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.frontend.request.tensor_files import TensorFileError, read_tensor
 from headrace.ipc.codec import DTYPES, Tensor
@@ -152,11 +154,22 @@ def placed(values: Any, token_ids: Sequence[int] | None, mask: Any) -> tuple[lis
 
 
 def cut(inputs: Sequence[RowInput], first: int, last: int) -> tuple[RowInput, ...]:
-    """The inputs of a prompt of which only the positions [first, last) are kept. All are prompt embeddings."""
+    """The inputs of a prompt of which only the positions [first, last) are kept.
+
+    Raises InvalidRequestError for one that it would divide, of a kind other than prompt embeddings: only its class can
+    read its content.
+    """
     kept = []
     for each in inputs:
         begin, end = max(first, each.start), min(last, each.end)
-        if begin < end:
+        if (begin, end) == (each.start, each.end):
+            kept.append(msgspec.structs.replace(each, start=begin - first))
+        elif begin < end:
+            if each.kind != PROMPT_EMBEDS:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens keeps positions {first} to {last - 1} of the prompt and would divide its "
+                    f"input of kind {each.kind!r} at {each.start} to {each.end - 1}; keep all or none of an input"
+                )
             (values,) = each.tensors
             kept.append(prompt_embeds_input(rows_of(values, begin - each.start, end - each.start), begin - first))
     return tuple(kept)

@@ -15,6 +15,7 @@ from test_steady import Noting
 
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.testing.null import INPUT_WIDTH
+from headrace.frontend.request.embeds import cut
 from headrace.ipc import plugins
 from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.codec import Codec, Tensor
@@ -261,6 +262,17 @@ def test_a_model_computes_an_installed_kind(tmp_path: Path) -> None:
         (found,), (expected,) = (llm.generate(each, params, use_tqdm=False) for each in (prompt, same))
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+
+
+def test_truncation_keeps_inputs_of_any_kind_whole_or_divides_none() -> None:
+    given = RowInput(kind="lab", start=2, hashes=hashes_of([b"1", b"2", b"3"], "lab"), tensors=())
+    rows = prompt_embeds_input(Tensor("float32", (3, 2), memoryview(np.zeros((3, 2), "<f4").tobytes())), 6)
+    moved, after = cut([given, rows], 1, 8)
+    assert (moved.kind, moved.start, moved.hashes, moved.tensors) == ("lab", 1, given.hashes, ())
+    assert (after.start, after.end) == (5, 7)
+    assert cut([given], 5, 8) == ()
+    with pytest.raises(InvalidRequestError, match="would divide its input of kind 'lab' at 2 to 4"):
+        cut([given, rows], 3, 8)
 
 
 def test_a_kind_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

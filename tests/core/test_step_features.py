@@ -316,3 +316,16 @@ def plan_of_two() -> StepPlan:
         sampled=np.ones(2, bool),
         total_tokens=2,
     )
+
+
+def test_a_request_is_not_postponed_while_no_row_runs() -> None:
+    class Postponing(StepFeature):
+        """Waits for others, of which there are none."""
+
+        def postpones(self, *_: Any) -> bool:
+            return True
+
+    plain = answers(SteppedCore(async_scheduling=False))
+    core = SteppedCore(async_scheduling=False)
+    core.loop.scheduler.add_feature(contain(Postponing(), "lab"))
+    assert answers(core) == plain

@@ -124,7 +124,7 @@ class StepFeature:
 
     def postpones(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the next request, of which this much is in the cache, is better admitted in a later step, while
-        others pass it. That must end by itself, as the rows that run now go on."""
+        others pass it. That must end by itself, as the rows that run now go on: not asked while there are none."""
         return False
 
     def enter(self, row: int) -> None:
