@@ -1,4 +1,8 @@
-"""The layers between pooled hidden states and vectors or logits, in float32, and the functions that end them."""
+"""The layers between pooled hidden states and vectors or logits, in float32, and the functions that end them.
+
+Vectors come and go as numpy arrays, and what most models end with, `normalized`, needs no torch: after a forward pass
+little of torch is in a core's cache, and each of its operations then takes longer than the numbers of a vector.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +40,6 @@ FUNCTIONS: MappingProxyType[str, Function] = MappingProxyType(
         "softmax": partial(torch.softmax, dim=-1),
         "log1p_relu": lambda x: torch.log1p(F.relu(x)),
         "log1p_log1p_relu": lambda x: torch.log1p(torch.log1p(F.relu(x))),
-        # As functional.normalize, whose wrappers cost more than a vector's numbers.
-        "normalize": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12),
     }
 )
 """Of rows. They are computed in float64 (see `exact`)."""
@@ -46,6 +49,21 @@ def exact(function: str, x: Tensor) -> Tensor:
     """The function of float32 rows, computed in float64: so a row's bits do not depend on where it is among the others,
     since torch computes what fills a vector register in another way than the rest."""
     return x if function == "identity" else FUNCTIONS[function](x.double()).float()
+
+
+def activated(function: str, vectors: np.ndarray) -> np.ndarray:
+    """[num_rows, values] float32: what ends an output, `normalize` or one of FUNCTIONS, of such rows."""
+    if function == "normalize":
+        return normalized(vectors)
+    values: np.ndarray = exact(function, torch.from_numpy(vectors)).numpy()
+    return values
+
+
+def normalized(vectors: np.ndarray) -> np.ndarray:
+    """Rows [num_rows, values] float32 divided by their lengths, in float64, which sums each row by itself."""
+    wide = vectors.astype(np.float64)
+    lengths = np.sqrt(np.add.reduce(wide * wide, axis=1, keepdims=True))
+    return (wide / np.maximum(lengths, 1e-12)).astype(np.float32)
 
 
 class Head:
@@ -76,11 +94,13 @@ class Head:
             table = None if layer.folder else adapters.get(layer.name)
             self._steps.append(_step(layer, source, "" if layer.folder else None, prefixes, table))
 
-    def __call__(self, x: Tensor, adapters: SlotScales = ()) -> Tensor:
+    @torch.inference_mode()
+    def __call__(self, x: np.ndarray, adapters: SlotScales = ()) -> np.ndarray:
         """x [num_rows, width] float32 -> [num_rows, values] float32; adapters: of all rows"""
+        values = torch.from_numpy(x)
         for step in self._steps:
-            x = step(x, adapters)
-        return x
+            values = step(values, adapters)
+        return values.numpy()
 
 
 def _step(

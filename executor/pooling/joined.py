@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from headrace.executor.pooling.token_pooling import TokenPooling
 
@@ -20,20 +19,20 @@ class Joined:
     def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
         return slice(begin, end)
 
-    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+    def add(self, row: int, hidden: np.ndarray, *, is_end: bool) -> np.ndarray | None:
         found = [part.add(row, own, is_end=is_end) for part, own in self._shares(hidden, is_end=is_end)]
-        return torch.cat([each for each in found if each is not None], dim=1) if is_end else None
+        return np.concatenate([each for each in found if each is not None], axis=1) if is_end else None
 
-    def whole(self, states: list[Tensor]) -> Tensor:
+    def whole(self, states: list[np.ndarray]) -> np.ndarray:
         shares = [self._shares(hidden, is_end=True) for hidden in states]
         parts = [part.whole([own[index][1] for own in shares]) for index, part in enumerate(self._parts)]
-        return torch.cat(parts, dim=1)
+        return np.concatenate(parts, axis=1)
 
     def leave(self, row: int) -> None:
         for part in self._parts:
             part.leave(row)
 
-    def _shares(self, hidden: Tensor, *, is_end: bool) -> list[tuple[TokenPooling, Tensor]]:
+    def _shares(self, hidden: np.ndarray, *, is_end: bool) -> list[tuple[TokenPooling, np.ndarray]]:
         """What each part wants of a row's tokens in a step, if it is anything."""
         count = len(hidden)
         spans = [(part, part.wanted(0, count, count if is_end else count + 1)) for part in self._parts]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 
 class LastToken:
@@ -14,11 +13,11 @@ class LastToken:
     def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
         return slice(end - 1, end) if end == num_tokens else slice(end, end)
 
-    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
-        return hidden.clone()
+    def add(self, row: int, hidden: np.ndarray, *, is_end: bool) -> np.ndarray | None:
+        return hidden.copy()
 
-    def whole(self, states: list[Tensor]) -> Tensor:
-        return torch.cat(states)
+    def whole(self, states: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(states)
 
     def leave(self, row: int) -> None:
         pass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 
 class Mean:
@@ -14,31 +13,32 @@ class Mean:
     reads_all: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, int]] = {}  # by row: the sum so far, [width], and its number of tokens
+        self._sums: dict[int, tuple[np.ndarray, int]] = {}  # by row: the sum so far, [width], and its number of tokens
 
     def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
         return slice(begin, end)
 
-    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+    def add(self, row: int, hidden: np.ndarray, *, is_end: bool) -> np.ndarray | None:
         before, count = self._sums.pop(row, (0.0, 0))
-        total, count = before + self.weighed(hidden, count).sum(0, dtype=torch.float64), count + len(hidden)
+        total, count = before + self._sum(hidden, count), count + len(hidden)
         if is_end:
-            return (total / self.divisor(count)).float()[None]
+            return (total / self.divisor(count)).astype(np.float32)[None]
         self._sums[row] = total, count
         return None
 
-    def whole(self, states: list[Tensor]) -> Tensor:
-        if len(states) == 1:  # the same numbers by fewer operations
-            (hidden,) = states
-            total = self.weighed(hidden, 0).sum(0, dtype=torch.float64)
-            return (total / self.divisor(len(hidden))).float()[None]
-        sums = torch.stack([self.weighed(hidden, 0).sum(0, dtype=torch.float64) for hidden in states])
-        return (sums / torch.tensor([[self.divisor(len(hidden))] for hidden in states], dtype=torch.float64)).float()
+    def whole(self, states: list[np.ndarray]) -> np.ndarray:
+        made = [(self._sum(hidden, 0) / self.divisor(len(hidden))).astype(np.float32) for hidden in states]
+        return made[0][None] if len(made) == 1 else np.stack(made)
 
     def leave(self, row: int) -> None:
         self._sums.pop(row, None)
 
-    def weighed(self, hidden: Tensor, first: int) -> Tensor:
+    def _sum(self, hidden: np.ndarray, first: int) -> np.ndarray:
+        """[width] float64: of the tokens from position `first` on."""
+        total: np.ndarray = np.add.reduce(self.weighed(hidden, first), axis=0, dtype=np.float64)
+        return total
+
+    def weighed(self, hidden: np.ndarray, first: int) -> np.ndarray:
         """The hidden states [num_tokens, width] of the tokens from position `first` on, times their weights."""
         return hidden
 
@@ -56,8 +56,8 @@ class MeanSquareRoot(Mean):
 class WeightedMean(Mean):
     """The n-th token has the weight n."""
 
-    def weighed(self, hidden: Tensor, first: int) -> Tensor:
-        return hidden.double() * torch.arange(first + 1, first + len(hidden) + 1)[:, None]
+    def weighed(self, hidden: np.ndarray, first: int) -> np.ndarray:
+        return hidden * np.arange(first + 1.0, first + len(hidden) + 1)[:, None]
 
     def divisor(self, count: int) -> float:
         return count * (count + 1) / 2

@@ -18,7 +18,7 @@ class PooledOutput:
     layers: tuple[HeadLayer, ...] = ()
     """Behind the pooling."""
     activation: str = "normalize"
-    """Behind the layers, one of `FUNCTIONS` (executor/pooling/head.py)."""
+    """Behind the layers: `normalize`, or one of `FUNCTIONS` (executor/pooling/head.py)."""
     head_first: bool = False
     """The layers come before the pooling."""
     is_sparse: bool = False

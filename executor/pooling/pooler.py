@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.executor.adapters.heads import SlotScales
 from headrace.executor.pooling.all_tokens import AllTokens
 from headrace.executor.pooling.first_token import FirstToken
-from headrace.executor.pooling.head import Head, exact
+from headrace.executor.pooling.head import Head, activated
 from headrace.executor.pooling.joined import Joined
 from headrace.executor.pooling.largest import Largest
 from headrace.executor.pooling.last_token import LastToken
@@ -74,7 +74,7 @@ class WantedTokens(NamedTuple):
 class _Ended(NamedTuple):
     rows: list[int]
     output: _Output
-    vectors: Tensor
+    vectors: np.ndarray
     """[num_rows, width], or [num_vectors, width] of the only row"""
 
 
@@ -95,7 +95,9 @@ class Pooler:
         self._divisor = scale
         self._rows: dict[int, _Row] = {}
         self._num_pairs = self._num_narrowed = 0
-        self._done: list[tuple[list[int], Tensor]] = []  # rows that end in the current step: [num_rows, count, width]
+        self._done: list[
+            tuple[list[int], np.ndarray]
+        ] = []  # rows that end in the current step: [num_rows, count, width]
         self._failures: list[RowFailure] = []
 
     def use(self, heads: Mapping[str, Head]) -> None:
@@ -177,20 +179,22 @@ class Pooler:
                 lens[index] = min(lens[index], found.task.num_keys)
         return lens
 
-    @torch.inference_mode()
+    @np.errstate(invalid="ignore", over="ignore")  # rows that are not finite fail by themselves
     def take(self, wanted: WantedTokens, hidden: Tensor) -> None:
         """Makes the vectors of rows that end. hidden: [num_wanted, width], those of the wanted tokens, which may be
         overwritten afterwards."""
-        hidden, failed = hidden.float(), set[int]()
+        states: np.ndarray = hidden.float().numpy()
+        failed = set[int]()
         if self._divisor != 1.0:
-            hidden = hidden / self._divisor
-        for ended in self._through_heads(self._pooled(wanted, hidden)):
+            states = states / np.float32(self._divisor)
+        for ended in self._through_heads(self._pooled(wanted, states)):
             made = ended.output.made(ended.vectors, self._rows[ended.rows[0]])
             parts = made.reshape(len(ended.rows), len(made) // len(ended.rows), made.shape[1])
-            if bool(made.isfinite().all()):
+            is_finite = np.isfinite(made)
+            if is_finite.all():
                 self._done.append((ended.rows, parts))
                 continue
-            are_good = parts.isfinite().flatten(1).all(1).tolist()
+            are_good = is_finite.reshape(len(ended.rows), -1).all(1).tolist()
             for row, part, is_good in zip(ended.rows, parts, are_good, strict=True):
                 if is_good:
                     self._done.append(([row], part[None]))
@@ -201,10 +205,10 @@ class Pooler:
             self._failures += [row_failure(row, why) for row in sorted(failed)]
             self._done = [each for each in self._done if failed.isdisjoint(each[0])]
 
-    def _pooled(self, wanted: WantedTokens, hidden: Tensor) -> list[_Ended]:
+    def _pooled(self, wanted: WantedTokens, hidden: np.ndarray) -> list[_Ended]:
         """The pooled states of rows that end. Those that ask for one vector each of the same kind and in the same way
         are together, since each operation costs more than the numbers of one."""
-        ended, alike, first = list[_Ended](), dict[tuple[object, ...], tuple[list[int], list[Tensor]]](), 0
+        ended, alike, first = list[_Ended](), dict[tuple[object, ...], tuple[list[int], list[np.ndarray]]](), 0
         for row, count, spans, is_begin, is_end in wanted.rows:
             found = self._rows[row]
             outputs, own = found.outputs, hidden[first : first + count]
@@ -235,9 +239,11 @@ class Pooler:
         for (_, adapters), mine in groups.items():
             head = ended[mine[0]].output.head
             assert head is not None, "the group has one"
-            parts = head(torch.cat([ended[index].vectors for index in mine]), adapters)
-            for index, part in zip(mine, parts.split([len(ended[each].vectors) for each in mine]), strict=True):
-                made[index] = ended[index]._replace(vectors=part)
+            values, first = head(np.concatenate([ended[index].vectors for index in mine]), adapters), 0
+            for index in mine:
+                last = first + len(ended[index].vectors)
+                made[index] = ended[index]._replace(vectors=values[first:last])
+                first = last
         return made
 
     def added_to(self, result: StepResult) -> StepResult:
@@ -259,32 +265,33 @@ class _Output:
         self.joins = declared.tokens != "ALL" and not declared.head_first and not declared.is_sparse
         """Whether rows that want all of it may be computed together."""
 
-    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+    def add(self, row: int, hidden: np.ndarray, *, is_end: bool) -> np.ndarray | None:
         """As `TokenPooling.add`; a head that comes before the pooling is computed for some tokens at a time."""
         if not self.declared.head_first:
             return self.pooling.add(row, hidden, is_end=is_end)
         assert self.head is not None, "it comes first"
-        made, parts = None, hidden.split(TOKENS_AT_ONCE)
-        for index, part in enumerate(parts):
-            made = self.pooling.add(row, self.head(part), is_end=is_end and index == len(parts) - 1)
+        made = None
+        for first in range(0, len(hidden), TOKENS_AT_ONCE):
+            last = first + TOKENS_AT_ONCE
+            made = self.pooling.add(row, self.head(hidden[first:last]), is_end=is_end and last >= len(hidden))
         return made
 
-    def made(self, vectors: Tensor, row: _Row) -> Tensor:
+    def made(self, vectors: np.ndarray, row: _Row) -> np.ndarray:
         """vectors [num_vectors, width] behind the head -> the result [num_vectors, values]."""
         task, declared = row.task, self.declared
         if declared.tokens == "ALL":
             kept = self._kept(row)
-            vectors = vectors[torch.from_numpy(kept)]
+            vectors = vectors[kept]
             if declared.is_sparse:
                 return _largest_of_each(vectors[:, 0], row.token_ids[kept])
         if task.columns:
             vectors = vectors[:, list(task.columns)]
         vectors = vectors[:, : task.dimensions]
         if task.activate or declared.is_sparse:
-            vectors = exact(declared.activation, vectors)
+            vectors = activated(declared.activation, vectors)
         if declared.is_sparse:
-            (places,) = vectors[0].nonzero(as_tuple=True)
-            return torch.stack((places.float(), vectors[0, places]), dim=1)
+            (places,) = vectors[0].nonzero()
+            return np.stack((places.astype(np.float32), vectors[0, places]), axis=1)
         return vectors if task.compared_with is None else _most_alike(task.compared_with, vectors)
 
     def _kept(self, row: _Row) -> np.ndarray:
@@ -297,23 +304,24 @@ class _Output:
         return kept
 
 
-def _largest_of_each(values: Tensor, token_ids: np.ndarray) -> Tensor:
+def _largest_of_each(values: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """Pairs (token id, its largest value) [num_pairs, 2] of tokens with a value above 0, by id."""
     ids, place_of = np.unique(token_ids, return_inverse=True)
-    largest = torch.zeros(len(ids)).scatter_reduce(0, torch.from_numpy(place_of), values, "amax")
-    pairs = torch.stack((torch.from_numpy(ids.astype(np.float32)), largest), dim=1)
-    return pairs[largest > 0]
+    largest = np.zeros(len(ids), np.float32)
+    np.maximum.at(largest, place_of, values)
+    return np.stack((ids.astype(np.float32), largest), axis=1)[largest > 0]
 
 
-def _most_alike(others: Values, vectors: Tensor) -> Tensor:
-    """[1, 1]: see `Pool.compared_with`."""
+def _most_alike(others: Values, vectors: np.ndarray) -> np.ndarray:
+    """[1, 1]: see `Pool.compared_with`. The products are torch's, whose threads are those that the model has."""
     if not len(vectors):
-        return torch.zeros(1, 1)
-    products = torch.from_numpy(others.numpy().copy()).double() @ vectors.double().T
-    return products.amax(1).sum().float().reshape(1, 1)
+        return np.zeros((1, 1), np.float32)
+    products = torch.from_numpy(others.numpy().copy()).double() @ torch.from_numpy(vectors).double().T
+    most_alike: np.ndarray = products.amax(1).sum().float().reshape(1, 1).numpy()
+    return most_alike
 
 
-def _pooled(done: list[tuple[list[int], Tensor]]) -> PooledRows | None:
+def _pooled(done: list[tuple[list[int], np.ndarray]]) -> PooledRows | None:
     if not done:
         return None
     sizes = [len(rows) for rows, _ in done]
@@ -321,5 +329,5 @@ def _pooled(done: list[tuple[list[int], Tensor]]) -> PooledRows | None:
         rows=np.array([row for rows, _ in done for row in rows], np.int32),
         counts=np.repeat(np.array([parts.shape[1] for _, parts in done], np.int32), sizes),
         widths=np.repeat(np.array([parts.shape[2] for _, parts in done], np.int32), sizes),
-        values=torch.cat([parts.reshape(-1) for _, parts in done]).cpu().numpy(),
+        values=done[0][1].reshape(-1) if len(done) == 1 else np.concatenate([parts.reshape(-1) for _, parts in done]),
     )

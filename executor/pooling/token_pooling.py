@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from torch import Tensor
+import numpy as np
 
 
 class TokenPooling(Protocol):
@@ -17,11 +17,11 @@ class TokenPooling(Protocol):
         """Of a step's tokens [begin, end) of a row that has num_tokens in all, those whose hidden states `add` gets:
         positions, which may be none."""
 
-    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+    def add(self, row: int, hidden: np.ndarray, *, is_end: bool) -> np.ndarray | None:
         """hidden [num_wanted, width] float32: of the wanted tokens, which are at least one, in memory that will be
         overwritten. At the row's end, its vectors, [num_vectors, width] float32, in memory of their own."""
 
-    def whole(self, states: list[Tensor]) -> Tensor:
+    def whole(self, states: list[np.ndarray]) -> np.ndarray:
         """[num_rows, width] float32: what `add` makes of rows whose tokens all come in one step. states: of each row,
         [num_wanted, width] float32"""
 
