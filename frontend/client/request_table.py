@@ -79,10 +79,11 @@ class RequestTable:
     def send(self, message: ClientMessage) -> None:
         """Sends a message after those of the calls before."""
         if self._unsent:
-            self._send_unsent()
+            self.flush()
         self._send_now(message)
 
-    def _send_unsent(self) -> None:
+    def flush(self) -> None:
+        """Sends the requests of this turn of the event loop."""
         unsent, self._unsent = self._unsent, []
         for alike in _runs(unsent):
             try:
@@ -115,11 +116,11 @@ class RequestTable:
             for message in _messages_of(stream, self.adapters):
                 if stream.request.pool is not None and message.is_plain:
                     if not self._unsent:
-                        asyncio.get_running_loop().call_soon(self._send_unsent)
+                        asyncio.get_running_loop().call_soon(self.flush)
                     self._unsent.append(message)
                     continue
                 if self._unsent:
-                    self._send_unsent()
+                    self.flush()
                 self._send_now(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._drop(stream)

@@ -209,6 +209,7 @@ class ZmqTransport:
         self._descriptors = (int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._receive)
         self._loop.add_reader(self._descriptors[1], self._watch)
+        self._loop.call_soon(self._watch)  # its edge may have come before; what is done with the other uses up none
         self._look_again()
 
     def send(self, message: Any) -> None:
@@ -242,7 +243,7 @@ class ZmqTransport:
         _close_sockets(context, self._socket, self._monitor, LINGER_MS if self._connected else 0)
 
     def _look_again(self) -> None:
-        """Schedules a check of both sockets in the loop's next turn: sending may have used up the descriptor's edge."""
+        """Schedules a check of the socket in the loop's next turn: sending may have used up the descriptor's edge."""
         if not self._turn_due:
             self._turn_due = True
             with contextlib.suppress(RuntimeError):  # the loop is closed, for example at interpreter exit
@@ -251,7 +252,6 @@ class ZmqTransport:
     def _look(self) -> None:
         self._turn_due = False
         self._receive()
-        self._watch()
 
     def _flush(self) -> None:
         while self._unsent:

@@ -55,6 +55,21 @@ def test_those_that_differ_in_their_tokens_alone_are_one_message() -> None:
     ]  # how many tokens are sent together is of those that generate
 
 
+def test_those_of_a_turn_can_be_sent_before_it_ends_and_are_sent_once() -> None:
+    sent = list[ClientMessage]()
+
+    def run() -> None:
+        table = RequestTable(sent.append)
+        for name in ("a", "b"):
+            table.add(stream_of(name))
+        table.flush()
+        assert [type(each) for each in sent] == [AddPrompts]
+        table.add(stream_of("c"))
+
+    in_loop(run)
+    assert [type(each) for each in sent] == [AddPrompts, AddRequest]
+
+
 def test_what_differs_besides_has_a_message_of_its_own_in_the_order_of_the_calls() -> None:
     sent = list[ClientMessage]()
 

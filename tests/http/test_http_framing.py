@@ -3,6 +3,7 @@ nobody waits for is ended."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -13,6 +14,10 @@ import httpx
 import pytest
 from http_server import Server, connection, metric, read_all, serving
 from patience import wait_until
+
+from headrace.frontend.http.server.connection import MOST_JOINED_BYTES, HeldHead
+from headrace.frontend.http.server.errors import ApiError
+from headrace.frontend.http.server.generation import first_of
 
 BODY = json.dumps({"prompt": [5], "max_tokens": 2, "ignore_eos": True}).encode()
 LONG = json.dumps({"prompt": [5], "max_tokens": 20_000, "ignore_eos": True}).encode()
@@ -184,3 +189,66 @@ def test_a_request_ends_with_its_connection_whatever_was_sent_behind_it(
         wait_until(lambda: metric(client, "headrace:num_requests_running") == 1, 30, "its start")
     wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "its end")
     wait_until(lambda: in_flight(client) == 1, 30, "its handler's end")
+
+
+class Written(asyncio.Transport):
+    """What was written to it, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bytes] = []
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        self.calls.append(data)
+
+    def close(self) -> None:
+        self.calls.append(b"closed")
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_the_head_of_an_answer_leaves_with_what_follows_it() -> None:
+    joined, large, empty = Written(), Written(), Written()
+    held = HeldHead(joined)
+    held.write(b"head ")
+    assert joined.calls == []
+    for part in (b"first", b"second"):
+        held.write(part)
+    held.close()
+    assert joined.calls == [b"head first", b"second", b"closed"]
+    held, part = HeldHead(large), bytes(MOST_JOINED_BYTES + 1)
+    held.write(b"head")
+    held.write(part)
+    assert large.calls == [b"head", part]
+    held = HeldHead(empty)
+    held.write(b"head")
+    held.close()
+    assert empty.calls == [b"head", b"closed"]
+
+
+def test_an_answer_without_a_body_holds_nothing_back(server: Server) -> None:
+    with connection(server) as sock:
+        sock.sendall(HEALTH.replace(b"GET", b"HEAD") + HEALTH + b"nonsense\r\n\r\n")
+        assert statuses(read_all(sock)) == [200, 200, 400]
+
+
+def test_a_wait_ends_with_the_request_or_its_client_or_at_its_deadline() -> None:
+    async def waited(done_s: float | None, gone_s: float | None, deadline_s: float | None) -> bool:
+        loop = asyncio.get_running_loop()
+        done, gone = loop.create_future(), loop.create_future()
+        for each, after_s in ((done, done_s), (gone, gone_s)):
+            if after_s is not None:
+                loop.call_later(after_s, each.set_result, None) if after_s else each.set_result(None)
+        return await first_of(done, gone, None if deadline_s is None else loop.time() + deadline_s)
+
+    def wait(*after_s: float | None) -> bool:
+        return asyncio.run(waited(*after_s))
+
+    assert wait(0.01, None, None)
+    assert wait(0.01, None, 30.0)
+    assert wait(0.0, 0.0, None)  # both, and the answer is there
+    assert not wait(None, 0.01, None)
+    assert not wait(None, 0.0, 30.0)
+    with pytest.raises(ApiError, match="took longer"):
+        wait(None, None, 0.01)

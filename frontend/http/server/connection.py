@@ -46,6 +46,8 @@ MAX_PIPELINED = 16
 DISCARD_S = 5.0
 """How long what a client sends after a refusal is read and discarded: closing at once would reset the connection, and
 the client would lose the answer."""
+MOST_JOINED_BYTES = 64 << 10
+"""Size up to which the first part of a body is copied to leave with the head."""
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.02, 5.0
 """Time between two writes to a client that has closed its sending side; doubled each time."""
 _NO_MORE_TIME = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -110,6 +112,9 @@ class Connection(HttpToolsProtocol):
         self._discard_timer: asyncio.TimerHandle | None = None  # set once a refusal has been written
         self._answering: RequestResponseCycle | None = None
         """The request whose handler began last; `cycle` is the one that was parsed last, which may be a later one."""
+        self._on_gone: Callable[[], None] | None = None
+        self._held: HeldHead | None = None
+        """Of `_answering`'s response."""
         self._is_last_closing = False
         """`_answering` closes the connection because the server drains, not because its client asked for that."""
         self.refusal: ApiError | None = None
@@ -131,10 +136,32 @@ class Connection(HttpToolsProtocol):
         self._ahead.clear()
         self.on_writable = self.on_half_closed = None
         if self._answering is not None:
-            _disconnect(self._answering)
+            self._disconnect(self._answering)
         super().connection_lost(exc)
         # uvicorn leaves this timer of a connection that was reset, and with it everything that the connection holds.
         self._unset_keepalive_if_required()
+
+    def _disconnect(self, cycle: RequestResponseCycle) -> None:
+        """Marks the client as gone: what the handler still writes is discarded, and its waits for data end."""
+        if not cycle.response_complete:
+            cycle.disconnected = True
+        cycle.message_event.set()
+        if cycle is self._answering:
+            self._tell_gone()
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Calls `on_gone` once the client of the request that is being answered has disconnected. None: no longer."""
+        self._on_gone = on_gone
+        if on_gone is None or self._answering is None:
+            return
+        self.flow.resume_reading()  # which a large body may have paused
+        if self._answering.disconnected:
+            self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
 
     @property
     def has_request(self) -> bool:
@@ -313,6 +340,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
+        if self._held is not None:  # still with the head in it after a HEAD request
+            self._held.flush()
+            self._held = None
         super().on_response_complete()
         if self.refusal is not None:
             if is_last:
@@ -340,6 +370,13 @@ class Connection(HttpToolsProtocol):
             self._reader_timer = None
         if self.on_writable is not None:
             self.on_writable()
+
+    def hold_head(self) -> None:
+        """Lets the head of the response that begins now leave with the first part of its body, which follows at once:
+        one call of the system, which wakes the client once."""
+        cycle: Any = self._answering
+        if cycle is not None:
+            cycle.transport = self._held = HeldHead(self.transport)
 
     def write_chunk(self, data: bytes) -> None:
         """Writes a part of a response that has begun and has no length. Never blocks: see `congested`."""
@@ -399,7 +436,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         if broken is not None:
-            _disconnect(broken)
+            self._disconnect(broken)
             if self._answering is not broken:
                 self.pipeline.popleft()  # the last one received
         answering = self._answering
@@ -420,6 +457,33 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self.transport.write_eof()
         self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
+
+
+class HeldHead:
+    """What a response's cycle uses of a transport. What is written first waits for what is written next."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.is_closing = transport.is_closing
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+            return
+        if len(data) <= MOST_JOINED_BYTES:
+            data, self._head = self._head + data, b""
+        self.flush()
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+        self._head = b""
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 class _WithoutChunks:
@@ -460,13 +524,6 @@ def _authority(target: bytes) -> str | None:
 
 def _has_length(message: Any) -> bool:
     return message["status"] in (204, 304) or any(name.lower() == b"content-length" for name, _ in message["headers"])
-
-
-def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Marks the client as gone: what the handler still writes is discarded, and its waits for data end."""
-    if not cycle.response_complete:
-        cycle.disconnected = True
-    cycle.message_event.set()
 
 
 def with_limits(read_timeout_s: float) -> type[Connection]:

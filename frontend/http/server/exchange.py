@@ -18,7 +18,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -191,7 +191,21 @@ _CHARSETS = frozenset({*_UNICODE, "iso8859-1", "iso8859-15", "cp1252"})
 _CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
 _JSON_TYPE = re.compile(r"\s*(application/([\w!#$&^.+-]+\+)?json|text/json)\s*(;.*)?", re.IGNORECASE | re.ASCII)
 """JSON by its media type (RFC 6839, 3.1): application/json, application/*+json, and text/json of old clients."""
+_MOST_TYPES = 16
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class _ContentType(NamedTuple):
+    is_json: bool
+    charset: str
+    """Empty if it names none."""
+
+
+@functools.lru_cache(_MOST_TYPES)  # a server's clients send the same one with each request
+def _read_type(value: bytes) -> _ContentType:
+    text = value.decode("latin-1")
+    named = _CHARSET.search(text)
+    return _ContentType(_JSON_TYPE.fullmatch(text) is not None, named.group(1) if named else "")
 
 
 class ClientGoneError(Exception):
@@ -240,11 +254,15 @@ class Exchange:
 
     async def send(self, message: Any) -> None:
         self.status = self.status or message["status"]
-        if self.headers_at_start is not None and message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *await self.headers_at_start()]}
-        if self._tells_id and message["type"] == "http.response.start":
-            with contextlib.suppress(ApiError):  # an invalid id has been refused, and is not sent back
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id().encode())]}
+        if message["type"] == "http.response.start":
+            headers = message["headers"]
+            if any(name == b"content-length" for name, _ in headers):  # a whole answer, whose body follows
+                self.connection.hold_head()
+            if self.headers_at_start is not None:
+                message = {**message, "headers": (headers := [*headers, *await self.headers_at_start()])}
+            if self._tells_id:
+                with contextlib.suppress(ApiError):  # an invalid id has been refused, and is not sent back
+                    message = {**message, "headers": [*headers, (b"x-request-id", self.request_id().encode())]}
         self._num_answer_bytes += len(message.get("body", b""))
         await self._send(message)
 
@@ -294,8 +312,8 @@ class Exchange:
         self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
-        types = [value.decode("latin-1") for name, value in self.scope["headers"] if name == b"content-type"]
-        is_json = bool(types) and all(map(_JSON_TYPE.fullmatch, types))
+        types = [_read_type(value) for name, value in self.scope["headers"] if name == b"content-type"]
+        is_json = bool(types) and all(each.is_json for each in types)
         # Any other type could come from a form of a foreign web page, which browsers send without a CORS preflight.
         if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
@@ -309,8 +327,7 @@ class Exchange:
                 f"the body is sent with Content-Encoding: {coding[:40]}, which is not read here; send it as it is",
                 code="unsupported_encoding",
             )
-        named = _CHARSET.search(types[0]) if types else None
-        return as_utf8(await self._read_body(), named.group(1) if named else "")
+        return as_utf8(await self._read_body(), types[0].charset if types else "")
 
     def _is_of_a_page(self) -> bool:
         """Whether a browser sent the request for a web page. Browsers add Origin to every POST (`null` if the origin is

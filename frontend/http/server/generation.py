@@ -11,9 +11,9 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +24,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.server.errors import SPELLINGS, ApiError, as_api_error, respelt
 from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, EventStream, KeepAlive, StreamForm
-from headrace.frontend.http.server.exchange import JSON, Exchange, Headers, Receive, send_pieces
+from headrace.frontend.http.server.exchange import JSON, Exchange, Headers, send_pieces
 from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.request_log import note
 from headrace.frontend.http.server.selection import OutputSelection, likeliest, search
@@ -158,6 +158,8 @@ class PreparedRequest(RequestListener):
         for request in requests:
             self._submit(request, pool)
             await pace.step()
+        if count == len(pool) and (table := self.streams[-1].table) is not None:
+            table.flush()  # no other request runs, so that they wait for none of this turn
 
     def abort(self) -> None:
         """Aborts the prompts that still run; the engine frees their blocks at once."""
@@ -310,16 +312,17 @@ class Generator:
             prepared.abort()
             self._running.discard(prepared)
 
-    @contextlib.asynccontextmanager
-    async def reader(self, receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
-        """Yields a future that is done once the client has disconnected."""
-        gone = asyncio.ensure_future(_until_gone(receive))
+    @contextlib.contextmanager
+    def reader(self, exchange: Exchange) -> Iterator[asyncio.Future[None]]:
+        """Yields a future that is done once the client has disconnected, which is counted. The body has been read."""
+        gone = asyncio.get_running_loop().create_future()
+        exchange.connection.watch(functools.partial(gone.set_result, None))
         try:
             yield gone
         finally:
+            exchange.connection.watch(None)
             if gone.done():
                 self._pages.count("http_disconnects")
-            gone.cancel()
 
     async def _whole(self, prepared: PreparedRequest) -> list[bytes]:
         """The whole answer of a request that has ended; a large one is encoded in a worker thread. Raises the error
@@ -354,14 +357,15 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, exchange: Exchange) -> None:
         """Runs a request and sends its response. Raises ApiError and HeadraceError only while nothing has been sent."""
         deadline_s = self.deadline_s()
-        async with self.reader(exchange.receive) as gone, self.running(prepared):
-            if prepared.is_streamed and prepared.selection is None:
-                await self._stream(prepared, exchange, gone, deadline_s)
-            elif await first_of(prepared.ended, gone, deadline_s):
-                if prepared.is_streamed:
+        with self.reader(exchange) as gone:
+            async with self.running(prepared):
+                if prepared.is_streamed and prepared.selection is None:
                     await self._stream(prepared, exchange, gone, deadline_s)
-                else:
-                    await send_pieces(exchange.send, await self._whole(prepared), prepared.answer.headers)
+                elif await first_of(prepared.ended, gone, deadline_s):
+                    if prepared.is_streamed:
+                        await self._stream(prepared, exchange, gone, deadline_s)
+                    else:
+                        await send_pieces(exchange.send, await self._whole(prepared), prepared.answer.headers)
 
     async def _stream(
         self,
@@ -410,21 +414,29 @@ def _num_told(stream: RequestStream) -> int:
     return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))
 
 
-async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has disconnected. The body has to be read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def first_of(done: asyncio.Future[None], gone: asyncio.Future[None], deadline_s: float | None) -> bool:
+    """True once `done` is, False when the client left; `done` has a result then, too, so that the wait is for one
+    future alone. At the deadline `done` is cancelled; raises ApiError."""
+    is_first = True
 
+    def on_gone(_: asyncio.Future[None]) -> None:
+        nonlocal is_first
+        if not done.done():
+            is_first = False
+            done.set_result(None)
 
-async def first_of(done: asyncio.Future[Any], gone: asyncio.Future[None], deadline_s: float | None) -> bool:
-    """True once `done` is, False when the client left. Raises ApiError at the deadline."""
-    timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-    await asyncio.wait((done, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if done.done():
-        return True
-    if gone.done():
-        return False
-    raise took_too_long()
+    gone.add_done_callback(on_gone)
+    try:
+        if deadline_s is None:
+            await done
+        else:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                await done
+    except TimeoutError:
+        raise took_too_long() from None
+    finally:
+        gone.remove_done_callback(on_gone)
+    return is_first
 
 
 def took_too_long() -> ApiError:

@@ -190,10 +190,12 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
 
 async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRun, task: asyncio.Task[None]) -> None:
     """Answers with a response that ends when its client leaves."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     try:
-        async with state.generator.reader(exchange.receive) as gone:
+        with state.generator.reader(exchange) as gone:
             if run.log is None:
-                if not await first_of(task, gone, None):
+                if not await first_of(ended, gone, None):
                     return
             else:
                 with contextlib.suppress(ApiError):  # no output yet, so the HTTP response begins
@@ -230,7 +232,7 @@ async def _in_background(
 
 
 async def _follow(state: ServerState, exchange: Exchange, log: EventLog, place: int, on_writable: Any) -> None:
-    async with state.generator.reader(exchange.receive) as gone:
+    with state.generator.reader(exchange) as gone:
         await _write_events(state, exchange, log, place, gone, on_writable)
 
 
