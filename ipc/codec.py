@@ -37,7 +37,7 @@ DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("d", 8),
     "bool": ("?", 1),
 }
-INLINE_BYTES = 512  # below this size a separate frame costs more than the copy that it saves
+INLINE_BYTES = 4096  # up to this size a separate frame costs more than the copy that it saves
 MOST_DIMENSIONS = 8  # of a tensor: multiplying a hundred thousand sizes would take minutes
 
 

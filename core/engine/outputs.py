@@ -156,8 +156,9 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
 def gather_vectors(events: StepEvents, vectors: PooledRows, table: RowTable) -> None:
     """Adds a result's vectors to `events`, by client."""
     client_of = table.client[vectors.rows]
-    for client in set(client_of.tolist()):
-        mine = vectors.select(client_of == client)
+    clients = set(client_of.tolist())
+    for client in clients:
+        mine = vectors if len(clients) == 1 else vectors.select(client_of == client)
         events.vectors[client] = Vectors(
             slots=Tensor.from_numpy(table.slot[mine.rows]),
             counts=Tensor.from_numpy(mine.counts),
@@ -182,7 +183,9 @@ class OutputBuilder:
         self, plan: StepPlan, result: StepResult, advance: Advance, events: StepEvents
     ) -> list[tuple[int, StepOutputs]]:
         rows, token_ids = advance.rows, advance.token_ids
-        if rows is not self._rows or advance.counts is not None:
+        if not len(rows):  # a step of prompts alone
+            self._rows, self._shares, self._holds_back, self._quiet_steps = rows, [], False, 0
+        elif rows is not self._rows or advance.counts is not None:
             counts, row_of = advance.counts, rows
             self._rows, self._quiet_steps = rows, 0
             if counts is not None:

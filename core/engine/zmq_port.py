@@ -220,11 +220,12 @@ class ZmqPort(Broadcaster):
         while not self._closing:
             has_all = self._receive_some()  # before the wait: the descriptor's signal may already be consumed
             stranger_s = self._strangers.let_go(time.monotonic())
+            ready: list[tuple[int, int]] = []
             if has_all and not self._should_yield:
-                poll.poll(self._wait_ms(stranger_s))
+                ready = poll.poll(self._wait_ms(stranger_s))
             else:
                 time.sleep(BURST_PERIOD_S)
-            with contextlib.suppress(BlockingIOError):
+            if (self._wake_fd, select.POLLIN) in ready:
                 os.eventfd_read(self._wake_fd)
             now = time.monotonic()
             if self._dismissed:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
@@ -25,7 +23,7 @@ class PlanBuilder:
         self._lengthened: dict[int, int] = {}  # index in `decodes` -> its tokens beyond the first
         self._block_tables: list[int] = []
         self._block_ids: list[int] = []
-        self.granted: Counter[int] = Counter()
+        self.granted: dict[int, int] = {}
         """By row, the tokens of its prefill, in the order in which they were added."""
         self.admitted: dict[int, None] = {}
         """The rows that requests entered in this step: the plan contains them in full, including their blocks."""
@@ -59,7 +57,7 @@ class PlanBuilder:
     def extend(self, row: int, count: int, tables: list[int], blocks: list[int], extra_budget: int = 0) -> None:
         """Adds `count` tokens of a prefill. The row's block table tables[i] grew by blocks[i]. extra_budget: tokens of
         the budget that they cost in addition to `count`."""
-        self.granted[row] += count
+        self.granted[row] = self.granted.get(row, 0) + count
         self.budget -= count + extra_budget
         self.total_tokens += count
         if row not in self.admitted:

@@ -488,7 +488,7 @@ class Scheduler:
     def _extend(self, builder: PlanBuilder, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row: as many as there are blocks for."""
         tables, block_size = self.tables, self.config.block_size
-        start = int(self.rows.num_computed_tokens[row]) + builder.granted[row]
+        start = int(self.rows.num_computed_tokens[row]) + builder.granted.get(row, 0)
         held = int(tables.num_blocks[row])
         tables.give_back([row], self.rows)
         room = (held + tables.num_free_to_grow()) * block_size - start
@@ -514,7 +514,7 @@ class Scheduler:
         unreported = max(0, min(count, request.sampling.prompt_logprob_start - 1 - start))
         if self.config.chunked_prefill:
             affordable = unreported + int((builder.budget - unreported) / (1 + cost))
-            count = max(min(count, affordable), 0 if builder.granted[row] else 1)
+            count = max(min(count, affordable), 0 if row in builder.granted else 1)
         return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:

@@ -113,6 +113,8 @@ class CpuDecoder:
         """While sequences generate, each step's rows and its rows of logits have the adapters of the step before."""
         self._logits: list[Tensor] = []
         """Item n is a view of the first n rows of the logits."""
+        self._last_states: np.ndarray = np.zeros((0, spec.hidden_size), np.float32)
+        """[max_logits, width]: what the head reads, if rows may pool."""
 
     def bind(self, kv_cache: KVCache) -> WrittenProgram:
         """The program for this cache; written once per cache, at the latest by the first step that uses it."""
@@ -121,6 +123,7 @@ class CpuDecoder:
             writer = ProgramWriter(self._model, kv_cache, self.limits, self.runtime, self._place)
             written = self._written = writer.write()
             self._logits = [written.logits[:count] for count in range(self.limits.max_logits + 1)]
+            self._last_states = written.states.numpy()
         return written
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
@@ -133,7 +136,7 @@ class CpuDecoder:
         written.program.run_filled(written.buffers)
         written.sampling.is_masked[:count] = 0
         chosen = Chosen(written.sampling.token_ids[:count].copy(), written.sampling.best[:count])
-        pooled = written.states[count : count + num_pooled] if num_pooled else None
+        pooled = self._last_states[count : count + num_pooled] if num_pooled else None
         return StepLogits(self._logits[count], self._logits_at, chosen, pooled)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:

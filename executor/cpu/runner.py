@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,9 +141,9 @@ class ModelRunner:
         """The step's logits, and when it began and ended. Pools the rows that ask for it."""
         wanted = None if self._pooler is None else self._pooler.wanted(plan, arrays.query_start)
         if self._pooler is not None and wanted is not None:
-            types = self._pooler.token_types(plan, arrays.query_start, arrays.positions)
-            key_lens = self._pooler.key_lens(plan, arrays.seq_lens)
-            arrays = replace(arrays, pooled_indices=wanted.indices, token_types=types, key_lens=key_lens)
+            arrays.pooled_indices = wanted.indices
+            arrays.token_types = self._pooler.token_types(plan, arrays.query_start, arrays.positions)
+            arrays.key_lens = self._pooler.key_lens(plan, arrays.seq_lens)
         began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         times_s = began_s, time.monotonic()

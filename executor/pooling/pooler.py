@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.executor.adapters.heads import SlotScales
 from headrace.executor.pooling.all_tokens import AllTokens
@@ -180,14 +179,13 @@ class Pooler:
         return lens
 
     @np.errstate(invalid="ignore", over="ignore")  # rows that are not finite fail by themselves
-    def take(self, wanted: WantedTokens, hidden: Tensor) -> None:
-        """Makes the vectors of rows that end. hidden: [num_wanted, width], those of the wanted tokens, which may be
-        overwritten afterwards."""
-        states: np.ndarray = hidden.float().numpy()
+    def take(self, wanted: WantedTokens, hidden: np.ndarray) -> None:
+        """Makes the vectors of rows that end. hidden: [num_wanted, width] float32, of the wanted tokens, in memory that
+        may be overwritten afterwards."""
         failed = set[int]()
         if self._divisor != 1.0:
-            states = states / np.float32(self._divisor)
-        for ended in self._through_heads(self._pooled(wanted, states)):
+            hidden = hidden / np.float32(self._divisor)
+        for ended in self._through_heads(self._pooled(wanted, hidden)):
             made = ended.output.made(ended.vectors, self._rows[ended.rows[0]])
             parts = made.reshape(len(ended.rows), len(made) // len(ended.rows), made.shape[1])
             is_finite = np.isfinite(made)

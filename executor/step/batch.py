@@ -24,9 +24,10 @@ from headrace.ipc.step import NewRow, StepPlan, nth_of_each
 _NONE = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepArrays:
-    """A step's inputs on the host, for the model; the fields are those of `executor/step/inputs.py:StepInputs`."""
+    """A step's inputs on the host, for the model; the fields are those of `executor/step/inputs.py:StepInputs`. Made by
+    `BatchState.arrays`, and completed by the runner where rows pool."""
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32

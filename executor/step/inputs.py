@@ -154,8 +154,8 @@ class StepLogits:
     """(first, last) -> the logits of the step's tokens [first, last), [last - first, vocab_size] float32."""
     chosen: Chosen | None = None
     """Tokens for the rows of `sampled`, if the model chose them within the step; else None."""
-    pooled: Tensor | None = None
-    """[len(pooled_indices), width]: the states that the head reads, if there are such indices."""
+    pooled: np.ndarray | None = None
+    """[len(pooled_indices), width] float32: the states that the head reads, if there are such indices."""
 
 
 def no_logits() -> StepLogits:
@@ -212,5 +212,7 @@ def step_in_two(model: PoolableModel, inputs: StepInputs, kv_cache: Any) -> Step
     else:
         sampled = torch.empty(0, 0, device=hidden.device)
     indices = inputs.pooled_indices
-    pooled = model.last_states(hidden[indices]) if indices is not None and len(indices) else None
+    pooled = None
+    if indices is not None and len(indices):
+        pooled = model.last_states(hidden[indices]).float().cpu().numpy()
     return StepLogits(sampled, logits_at, pooled=pooled)

@@ -61,7 +61,7 @@ def test_a_request_arrives_as_it_was_sent(token_ids, request_id, slot, temperatu
 
 def test_large_tensors_are_neither_copied_nor_parsed():
     codec: Codec[CoreMessage] = Codec(CoreMessage)
-    slots = np.arange(1000, dtype=np.int32)
+    slots = np.arange(INLINE_BYTES, dtype=np.int32)
     outputs = StepOutputs(step=1, slots=Tensor.from_numpy(slots), token_ids=Tensor.from_numpy(slots))
     frames = codec.encode(outputs)
     assert np.shares_memory(np.frombuffer(frames[1], np.int32), slots)
@@ -143,7 +143,7 @@ def test_a_tensor_that_names_a_missing_frame_is_refused():
     request = AddRequest(
         slot=1,
         request_id="r",
-        prompt_token_ids=Tensor.of("int32", range(300)),
+        prompt_token_ids=Tensor.of("int32", range(INLINE_BYTES)),
         task=Generate(sampling=Sampling(max_tokens=3)),
     )
     header, _ = codec.encode(request)
