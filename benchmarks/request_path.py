@@ -11,8 +11,9 @@ one thread. `LLM.generate` runs the core and a tiny random Llama in this process
 our classes that exist once its first event has come and did not before, as far as the garbage collector knows them.
 
 --instructions counts by callgrind what a process executes for each further request, and for each further event of a
-stream, of this checkout and of REV: the client, and the engine, which computes nothing, are other processes. On a busy
-machine an event may have more than one token.
+stream, of this checkout and of REV: the client, and the engine, which computes nothing, are other processes. Only of
+the text that `LLM.embed` embeds, the engine is in the same process. On a busy machine an event may have more than one
+token.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CHAT = {"model": "null", "messages": [{"role": "user", "content": "the quick bro
 LOADS = ((6, 10), (30, 10), (6, 70))
 """Requests and tokens of each, one after another: the second differs from the first by requests, the third by
 tokens."""
+VECTOR = 384
+TEXT = "the quick brown fox"
 STEP_S = 0.03
 """Of a step of the engine, which is slower than a server under callgrind: tokens then come in events of their own."""
 
@@ -148,7 +151,7 @@ def engine(step_s: float = 0.0) -> Iterator[str]:
 
     from headrace import LLM
 
-    overrides = {"vocab_size": null_with_tokenizer.VOCAB_SIZE, "step_delay_s": step_s}
+    overrides = {"vocab_size": null_with_tokenizer.VOCAB_SIZE, "step_delay_s": step_s, "vector_width": VECTOR}
     with LLM("null", distributed_executor_backend=null_with_tokenizer.BACKEND, hf_overrides=overrides) as llm:
         yield llm._client.engines[0].source.address
 
@@ -225,6 +228,30 @@ def send_chats(port: int, requests: int, num_tokens: int) -> None:
     print("events:", sum(chat(connection, num_tokens) for _ in range(requests)), flush=True)
 
 
+def send_texts(port: int, requests: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    body = json.dumps({"input": TEXT, "encoding_format": "base64"}).encode()
+    for _ in range(requests):
+        connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if len(answer.read()) < VECTOR or answer.status != 200:
+            raise SystemExit(f"the server answered with {answer.status}")
+
+
+def embed_in_process(requests: int) -> None:
+    import null_with_tokenizer
+
+    from headrace import LLM
+
+    overrides = {"vocab_size": null_with_tokenizer.VOCAB_SIZE, "vector_width": VECTOR}
+    with LLM(
+        "null", in_process=True, distributed_executor_backend=null_with_tokenizer.BACKEND, hf_overrides=overrides,
+        use_tqdm_on_load=False,
+    ) as llm:  # fmt: skip
+        for _ in range(requests):
+            llm.embed(TEXT, use_tqdm=False)
+
+
 def run_part(part: str, *words: str) -> None:
     """The program of one of the processes that --instructions starts."""
     if part == "engine":
@@ -233,9 +260,14 @@ def run_part(part: str, *words: str) -> None:
             sys.stdin.read()
     elif part == "chats":
         send_chats(*map(int, words))
-    elif part == "serve":
+    elif part == "texts":
+        send_texts(*map(int, words[:2]))
+    elif part in ("serve", "serve texts"):
         with server(words[0]) as port:
-            subprocess.run([sys.executable, __file__, "--part", "chats", str(port), *words[1:]], check=True)
+            sent = "chats" if part == "serve" else "texts"
+            subprocess.run([sys.executable, __file__, "--part", sent, str(port), *words[1:]], check=True)
+    elif part == "embed":
+        embed_in_process(int(words[1]))
     elif part == "generate":
         from headrace import LLM, SamplingParams
 
@@ -268,6 +300,8 @@ def instructions(side: Side) -> dict[str, float]:
             address = process.stdout.readline().strip()
             few, more, longer = (counted(side, "serve", address, *load) for load in LOADS)
             short, long = (counted(side, "generate", address, number, 1) for number in (20, 80))
+            some, texts = (counted(side, "serve texts", address, number, 1) for number in (20, 80))
+            one, ones = (counted(side, "embed", address, number, 1) for number in (20, 80))
         finally:
             process.stdin.close()
     of_event = (longer[0] - few[0]) / (longer[1] - few[1])
@@ -276,6 +310,8 @@ def instructions(side: Side) -> dict[str, float]:
         "a chat, besides its events": of_request,
         "an event of a chat": of_event,
         "a generate of 1 token": (long[0] - short[0]) / 60,
+        "a text's vector over HTTP": (texts[0] - some[0]) / 60,
+        "a text's vector, with the engine": (ones[0] - one[0]) / 60,
     }
 
 
