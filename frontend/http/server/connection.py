@@ -149,6 +149,11 @@ class Connection(HttpToolsProtocol):
         if cycle is self._answering:
             self._tell_gone()
 
+    @property
+    def has_whole_body(self) -> bool:
+        """Whether the request that is being answered has arrived in full."""
+        return self._answering is not None and not self._answering.more_body
+
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Calls `on_gone` once the client of the request that is being answered has disconnected. None: no longer."""
         self._on_gone = on_gone

@@ -384,7 +384,7 @@ class Exchange:
             raise self._too_large()
         parts: list[bytes] = []
         try:
-            async with asyncio.timeout(self._read_timeout_s):
+            async with asyncio.timeout(None if self.connection.has_whole_body else self._read_timeout_s):
                 while (part := await self._part()) is not None:
                     # first: a part may be larger than the memory for all, and to try again would not help then
                     if self._num_body_bytes + len(part) > self._max_body_bytes:
