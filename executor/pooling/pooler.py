@@ -325,7 +325,7 @@ def _pooled(done: list[tuple[list[int], np.ndarray]]) -> PooledRows | None:
     sizes = [len(rows) for rows, _ in done]
     return PooledRows(
         rows=np.array([row for rows, _ in done for row in rows], np.int32),
-        counts=np.repeat(np.array([parts.shape[1] for _, parts in done], np.int32), sizes),
-        widths=np.repeat(np.array([parts.shape[2] for _, parts in done], np.int32), sizes),
+        counts=np.array([parts.shape[1] for _, parts in done], np.int32).repeat(sizes),
+        widths=np.array([parts.shape[2] for _, parts in done], np.int32).repeat(sizes),
         values=done[0][1].reshape(-1) if len(done) == 1 else np.concatenate([parts.reshape(-1) for _, parts in done]),
     )

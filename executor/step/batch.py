@@ -160,11 +160,9 @@ class BatchState:
             token_rows, positions, seq_lens = rows, start, start + 1
         else:
             query_start = np.zeros(num_seqs + 1, np.int32)
-            np.cumsum(num_tokens, out=query_start[1:])
-            token_rows, seq_lens = np.repeat(rows, num_tokens), start + num_tokens
-            positions = np.arange(int(query_start[-1]), dtype=np.int32) + np.repeat(
-                start - query_start[:-1], num_tokens
-            )
+            num_tokens.cumsum(out=query_start[1:])
+            token_rows, seq_lens = rows.repeat(num_tokens), start + num_tokens
+            positions = np.arange(plan.total_tokens, dtype=np.int32) + (start - query_start[:-1]).repeat(num_tokens)
         if sampled is None:
             logits_indices = query_start[1:][plan.sampled] - np.int32(1)
         else:
