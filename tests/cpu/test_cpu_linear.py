@@ -156,6 +156,26 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(
             assert torch.equal(by_one.apply(x[:rows], out_dtype=torch.float32), singly[:rows]), (n, k, rows)
 
 
+@pytest.mark.parametrize("spread", [0, 40, 126])
+def test_a_row_of_few_values_is_the_same_to_the_bit_in_any_batch(runtime: Runtime, spread: int) -> None:
+    """spread: of the exponents. With 126 products overflow, and fall below the normal numbers."""
+    generator = torch.Generator().manual_seed(spread)
+
+    def random_bf16(rows: int, k: int) -> Tensor:
+        exponents = torch.randint(-spread, spread + 1, (rows, k), generator=generator)
+        return torch.ldexp(torch.randn(rows, k, generator=generator), exponents).to(torch.bfloat16)
+
+    for k in (1, 2, 7, 8, 16, 24, 30, 31, 33, 48, 80):
+        packed, x = linear.pack(random_bf16(70, k), runtime_=runtime), random_bf16(40, k)
+        singly = torch.cat([packed.apply(x[row : row + 1], out_dtype=torch.float32) for row in range(40)])
+        for rows in (2, 3, 4, 16, 17, 31, 40):
+            together = packed.apply(x[40 - rows :], out_dtype=torch.float32)
+            is_nan = together.isnan()
+            assert torch.equal(is_nan, singly[40 - rows :].isnan()), (k, rows)
+            bits = (each.masked_fill(is_nan, 0).view(torch.int32) for each in (together, singly[40 - rows :]))
+            assert torch.equal(*bits), (k, rows)
+
+
 @pytest.mark.parametrize("type_name", [*FLOATS, *QUANTISED])
 def test_packing_loses_nothing_and_costs_under_five_percent(runtime: Runtime, type_name: str) -> None:
     for gated in (False, True):

@@ -20,6 +20,12 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+inline void load_shapes(const TileShapes& shapes) {
+  // GCC 12 takes only the first bytes for read, and may drop the stores of others; nor does it know what tiles read.
+  asm volatile("" : : "r"(&shapes) : "memory");
+  _tile_loadconfig(&shapes);
+}
+
 // For products of `rows` rows of x in register 4 and `others` in register 5, by blocks of at most 64 bytes of each. What
 // else a thread computes with these registers sets its own shapes, too.
 inline void set_rows(int rows, int others, int x_bytes = 64) {
@@ -28,9 +34,17 @@ inline void set_rows(int rows, int others, int x_bytes = 64) {
   shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(x_bytes / 4);
   shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(rows);
   shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(others);
-  // GCC 12 takes only the first bytes for read, and may drop the stores of others; nor does it know what tiles read.
-  asm volatile("" : : "r"(&shapes) : "memory");
-  _tile_loadconfig(&shapes);
+  load_shapes(shapes);
+}
+
+// For the products of blocks of num_rows rows, at most 16, with weights of 64 bytes of x (4: x, 6: weights) and then
+// with ones of tail_bytes (5 and 7).
+inline void set_shapes_with_tail(int num_rows, int tail_bytes) {
+  TileShapes shapes;
+  for (int i = 0; i < 6; ++i) shapes.rows[i] = static_cast<uint8_t>(num_rows);
+  shapes.row_bytes[5] = static_cast<uint16_t>(tail_bytes);
+  shapes.rows[7] = static_cast<uint8_t>(tail_bytes / 4);
+  load_shapes(shapes);
 }
 
 // For up to 32 rows of x, the first 16 in register 4.

@@ -250,6 +250,29 @@ void expand(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first
   }
 }
 
+// DeltaRun.tails
+bool tails(const DeltaRun& run, int64_t first_row, int num_rows, int64_t unit, DeltaTail* tails) {
+  const RowAdapters& rows = *run.rows;
+  if (rows.most_used > 1) return false;
+  const int32_t* pairs = rows.pair_of + first_row;
+  const int32_t pair = pairs[0];
+  const bool has_any = pair >= 0;
+  for (int row = 1; row < num_rows; ++row) {
+    if (has_any ? pairs[row] != pair + row || rows.slot_of[pairs[row]] != rows.slot_of[pair] : pairs[row] >= 0)
+      return false;
+  }
+  const Delta* delta = has_any ? delta_of(*run.site, rows.slot_of[pair], run.weight) : nullptr;
+  if (delta && (delta->bias || delta->magnitude || delta->replaces != 0)) return false;
+  for (int64_t f = 0; f < run.fan; ++f) {
+    tails[f] = {};
+    if (!delta) continue;
+    const DeltaPanel& part = delta->panels[unit * run.fan + f];
+    const char* y = run.site->y + pair * run.y_bytes + part.begin * size_of(run.y_type);
+    tails[f] = {y, run.y_bytes, part.data, part.count};
+  }
+  return true;
+}
+
 // DeltaRun.fetch
 void fetch(const DeltaRun& run, int64_t unit, int64_t part, int64_t parts) {
   const int64_t panels = run.rows->num_slots * run.fan;
@@ -296,7 +319,7 @@ const DeltaRun* begin_stack(StackDeltas& deltas, const StackRun& run, int64_t ex
   deltas.own = site;
   deltas.own.y = gathered + kStackRows * whole_lines(prepared_row_bytes(own.weight));
   deltas.paired = {nullptr, rows.slots, nullptr, slot_of, scales, pair_of, rows.num_slots, rows.most_used, count};
-  deltas.run = {expand, fetch, &deltas.own, &deltas.paired, y_bytes, run.experts[0].fan, expert, type};
+  deltas.run = {expand, tails, fetch, &deltas.own, &deltas.paired, y_bytes, run.experts[0].fan, expert, type};
   const Shrink shrink = {&deltas.own, &deltas.paired, own, y_bytes, type, sums};
   for (int64_t at = 0; at < pairs;) {
     int64_t size = 1;
@@ -333,7 +356,7 @@ void linear_with_deltas(const LinearArgs& args, const Step& step, int thread, in
   const RowAdapters& rows = step.adapters[args.rows == Rows::kLogits ? 1 : 0];
   const DType type = type_of_y(site);
   const int64_t y_bytes = bytes_of_y(site, rows, args.weight.k, type);
-  const DeltaRun run = {expand, fetch, &site, &rows, y_bytes, args.weight.fan, 0, type};
+  const DeltaRun run = {expand, tails, fetch, &site, &rows, y_bytes, args.weight.fan, 0, type};
   LinearArgs own = args;
   if (run.y_bytes > 0) {
     own.deltas = &run;

@@ -5,12 +5,13 @@
 // before the layer's bias, activation and residual, so that gated pairs, residuals and quantised weights need nothing
 // of their own. Adapters are in slots. The op first computes y = scale * x A^T for all rows with adapters (`shrink`:
 // the rows of a slot together, one A at a time), and after a barrier the products, where the sums of each tile of
-// W are extended by those of y with the same outputs' rows of B before they are written (`expand`). Rows without an
-// adapter are not touched, and a row's result does not depend on the others.
+// W are extended by those of y with the same outputs' rows of B before they are written (`expand`; where a tile's rows
+// have one adapter, some kernels do so within its registers: `tails`). Rows without an adapter are not touched, and a
+// row's result does not depend on the others.
 //
-// A and B are packed in panels as W is, A in half panels. The panels of B are those of W, output for output. A linear layer of several
-// matrices has one A with the rows of all of them, and each panel of B reads only the columns of y that its outputs
-// depend on.
+// A and B are packed in panels as W is, A in half panels. The panels of B are those of W, output for output. A linear
+// layer of several matrices has one A with the rows of all of them, and each panel of B reads only the columns of y
+// that its outputs depend on.
 #pragma once
 
 #include <cstdint>
@@ -85,9 +86,21 @@ struct FactorRows {
   int32_t panel_rows;
 };
 
+// All that adapters add to a tile of one panel: the tile's rows of y, `y_bytes` apart, of k values each, times a panel
+// of B.
+struct DeltaTail {
+  const char* y;
+  int64_t y_bytes;
+  const char* panel;
+  int64_t k;  // 0: nothing is added
+};
+
 // The adapters of one run of a layer.
 struct DeltaRun {
   void (*add)(const DeltaRun& run, float* sums, int64_t sums_stride, int64_t first_row, int num_rows, int64_t unit);
+  // Whether `add` would add to a tile no more than one product for each panel of the unit, as where all rows have one
+  // adapter; tails [fan]: these.
+  bool (*tails)(const DeltaRun& run, int64_t first_row, int num_rows, int64_t unit, DeltaTail* tails);
   // Prefetches what `add` will read for a unit of W: its panels of B are short, and far apart in memory. part: of
   // `parts` calls between which the unit is multiplied, since memory has only so many requests under way.
   void (*fetch)(const DeltaRun& run, int64_t unit, int64_t part, int64_t parts);

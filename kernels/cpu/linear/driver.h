@@ -10,6 +10,9 @@
 //   block_offset(k), x_offset(k)  byte offset of position k of K in a panel, and in a prepared row
 //   tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead)
 //                                 sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
+//
+// A Kernel with kTails has tile_with_tail(num_rows, ..., tail), too, which adds what adapters add (DeltaTail), and in
+// the place of tile<kRows> block_tile(num_rows, ...).
 #pragma once
 
 #include "linear/deltas.h"
@@ -148,20 +151,32 @@ inline LaneHighest nothing_yet() {
 void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* rows, int num_rows,
                   int64_t unit);
 
-// highest: the entry of row 0, or null to write the output.
-inline void finish_tile(const LinearArgs& args, float* sums, int64_t sums_stride, LaneHighest* highest,
-                        int64_t first_row, int num_rows, int64_t unit) {
-  if (args.deltas) args.deltas->add(*args.deltas, sums, sums_stride, first_row, num_rows, unit);
+// highest: the entry of row 0, or null to write the output. deltas: what is still to be added, or null.
+inline void finish_tile(const LinearArgs& args, const DeltaRun* deltas, float* sums, int64_t sums_stride,
+                        LaneHighest* highest, int64_t first_row, int num_rows, int64_t unit) {
+  if (deltas) deltas->add(*deltas, sums, sums_stride, first_row, num_rows, unit);
   if (highest)
     keep_highest(args, sums, sums_stride, highest + first_row, num_rows, unit);
   else
     write_tile(args, sums, sums_stride, first_row, num_rows, unit);
 }
 
+// Kernel::kTails, or false.
+template <class Kernel>
+constexpr auto has_tails(int) -> decltype(Kernel::kTails) {
+  return Kernel::kTails;
+}
+template <class Kernel>
+constexpr bool has_tails(...) {
+  return false;
+}
+
 template <class Kernel, int kRows>
 inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                       int64_t sums_stride, bool add, Ahead ahead) {
-  if (num_rows == kRows) {
+  if constexpr (has_tails<Kernel>(0)) {
+    Kernel::block_tile(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+  } else if (num_rows == kRows) {
     Kernel::template tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
   } else if constexpr (kRows > 1) {
     call_tile<Kernel, kRows - 1>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
@@ -204,30 +219,64 @@ constexpr decltype(Tiles::half) half_tile(...) {
   return nullptr;
 }
 
-// The values of k between two requests for the memory of adapters, if a unit has one tile. Memory has only so many
-// requests under way, and a tile waits while there are more.
+// What adapters add to a tile: tails for the tile's own products, and what is to be added after them, or null.
+struct TileDeltas {
+  DeltaTail tails[2];
+  const DeltaRun* after;
+};
+
+template <class Kernel>
+inline TileDeltas deltas_of(const LinearArgs& args, int64_t row, int num_rows, int64_t unit) {
+  TileDeltas found = {{}, args.deltas};
+  if constexpr (has_tails<Kernel>(0)) {
+    if (args.deltas && Kernel::takes_tails(args) && args.deltas->tails(*args.deltas, row, num_rows, unit, found.tails))
+      found.after = nullptr;
+  }
+  return found;
+}
+
+// `call_tile` for the last values of k, and what the tail adds. With `after` there is none.
+template <class Kernel>
+inline void call_last_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                           int64_t sums_stride, bool add, Ahead ahead, const TileDeltas& deltas, int64_t f) {
+  if constexpr (has_tails<Kernel>(0)) {
+    if (!deltas.after && deltas.tails[f].k > 0) {
+      Kernel::tile_with_tail(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead, deltas.tails[f]);
+      return;
+    }
+  }
+  call_tile<Kernel, Kernel::kMaxRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+}
+
+// The least values of k between two requests for the memory of adapters, if a unit has one tile. Memory has only so
+// many requests under way, and a tile waits while there are more.
 template <class Kernel>
 constexpr int64_t kDeltaCut = half_tile<Kernel>(0) ? 256 : INT64_MAX;
+constexpr int64_t kSlotsAtOnce = 4;  // whose memory is requested together
 
 // `run_unit` for one tile.
 template <class Kernel>
 void run_unit_in_parts(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end,
                        LaneHighest* highest) {
   const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(args.weight);
-  const int64_t parts = (k + kDeltaCut<Kernel> - 1) / kDeltaCut<Kernel>;
+  const int64_t wanted = (args.deltas->rows->num_slots + kSlotsAtOnce - 1) / kSlotsAtOnce;
+  const int64_t most = (k + kDeltaCut<Kernel> - 1) / kDeltaCut<Kernel>, parts = wanted < most ? wanted : most;
+  const int64_t cut = (k + parts * kDeltaCut<Kernel> - 1) / (parts * kDeltaCut<Kernel>) * kDeltaCut<Kernel>;
   const int num_rows = static_cast<int>(end - begin);
+  const TileDeltas deltas = deltas_of<Kernel>(args, begin, num_rows, unit);
   alignas(64) float sums[Kernel::kMaxRows * 2 * kPanelRows];
   for (int64_t part = 0; part < fan * parts; ++part) {
-    const int64_t f = part / parts, first = part % parts * kDeltaCut<Kernel>;
-    const int64_t size = k - first < kDeltaCut<Kernel> ? k - first : kDeltaCut<Kernel>;
+    const int64_t f = part / parts, first = part % parts * cut;
+    const int64_t size = k - first < cut ? k - first : cut;
     const char* block = static_cast<const char*>(args.weight.data) + (unit * fan + f) * panel_bytes +
                         Kernel::block_offset(first);
     args.deltas->fetch(*args.deltas, unit, part, fan * parts);
-    call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + begin * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
-                                        block, size, sums + f * kPanelRows, fan * kPanelRows, first > 0,
-                                        ahead_of(block, 0, 0, 0, 1));
+    if (size > 0)
+      call_last_tile<Kernel>(num_rows, x.base + begin * x.row_bytes + Kernel::x_offset(first), x.row_bytes, block, size,
+                             sums + f * kPanelRows, fan * kPanelRows, first > 0, ahead_of(block, 0, 0, 0, 1),
+                             first + size == k ? deltas : TileDeltas{}, f);
   }
-  finish_tile(args, sums, fan * kPanelRows, highest, begin, num_rows, unit);
+  finish_tile(args, deltas.after, sums, fan * kPanelRows, highest, begin, num_rows, unit);
 }
 
 // Multiplies rows [begin, end) of x by one unit (fan panels).
@@ -246,13 +295,14 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
     // Every tile reads both panels of a gated pair, so that the next pair is prefetched.
     for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
       alignas(64) float buffer[Kernel::kMaxRows * 2 * kPanelRows];
+      const TileDeltas deltas = deltas_of<Kernel>(args, row, num_rows, unit);
       for (int64_t f = 0; f < fan; ++f) {
         const char* panel = panels + f * panel_bytes;
         const Ahead ahead = ahead_of(panel, panel_bytes, fan * panel_bytes, tile, tiles);
-        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes, x.row_bytes, panel, k,
-                                            buffer + f * kPanelRows, sums_stride, false, ahead);
+        call_last_tile<Kernel>(num_rows, x.base + row * x.row_bytes, x.row_bytes, panel, k, buffer + f * kPanelRows,
+                               sums_stride, false, ahead, deltas, f);
       }
-      finish_tile(args, buffer, sums_stride, highest, row, num_rows, unit);
+      finish_tile(args, deltas.after, buffer, sums_stride, highest, row, num_rows, unit);
     });
     return;
   }
@@ -262,14 +312,15 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
       const char* block = panels + f * panel_bytes + Kernel::block_offset(first);
       const int64_t block_bytes = Kernel::block_offset(size);
       for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
-        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
-                                            block, size, sums + (row - begin) * sums_stride + f * kPanelRows,
-                                            sums_stride, first > 0,
-                                            ahead_of(block, block_bytes, block_bytes, tile, tiles));
+        const TileDeltas deltas = first + size == k ? deltas_of<Kernel>(args, row, num_rows, unit) : TileDeltas{};
+        call_last_tile<Kernel>(num_rows, x.base + row * x.row_bytes + Kernel::x_offset(first), x.row_bytes, block, size,
+                               sums + (row - begin) * sums_stride + f * kPanelRows, sums_stride, first > 0,
+                               ahead_of(block, block_bytes, block_bytes, tile, tiles), deltas, f);
       });
     }
   for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t, int64_t) {
-    finish_tile(args, sums + (row - begin) * sums_stride, sums_stride, highest, row, num_rows, unit);
+    const TileDeltas deltas = deltas_of<Kernel>(args, row, num_rows, unit);
+    finish_tile(args, deltas.after, sums + (row - begin) * sums_stride, sums_stride, highest, row, num_rows, unit);
   });
 }
 

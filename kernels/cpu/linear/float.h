@@ -51,13 +51,14 @@ inline Floats dot_pairs(Floats sums, Floats weights, Floats pair) {
 #if defined(HEADRACE_AMX)
 constexpr int kBlockK = 32;
 
-// sums [num_rows, kVectors * 16] (+)= x times the panel, of bf16, for a k that is a multiple of kBlockK. The processor
-// adds up the first ones of a block's pairs, the second ones, and both to the sums.
+// sums [num_rows, kVectors * 16] (+)= x times the panel, of bf16, for a k that is a multiple of kBlockK, or less. The
+// processor adds up the first ones of a block's pairs, the second ones, and both to the sums.
 template <int kVectors>
 void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                      int64_t sums_stride, bool add, Ahead ahead) {
   const int below = num_rows - kBlockRows;  // rows of the second block
-  set_shapes(num_rows);
+  const int64_t block_k = k < kBlockK ? (k + 1) / 2 * 2 : kBlockK;
+  set_shapes(num_rows, static_cast<int>(2 * block_k));
   const int64_t stride = sums_stride * 4;
   float* const second = sums + kBlockRows * sums_stride;
   if (add) {
@@ -75,11 +76,12 @@ void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* p
       _tile_zero(3);
     }
   }
-  constexpr int64_t kRowBytes = kVectors * 64, kBytes = kBlockK / 2 * kRowBytes;
+  constexpr int64_t kRowBytes = kVectors * 64;
+  const int64_t bytes = block_k / 2 * kRowBytes;
   const char* next = ahead.from;
-  const int64_t advance = ahead.advance(kBytes);
+  const int64_t advance = ahead.advance(bytes);
   const bool is_few = 4 * num_rows <= kTileRows;
-  for (int64_t at = 0; at < k; at += kBlockK, panel += kBytes, next += advance) {
+  for (int64_t at = 0; at < k; at += kBlockK, panel += bytes, next += advance) {
     for (int64_t line = 0; line < advance; line += 64) {
       if (is_few)
         prefetch<true>(next + line);
@@ -107,6 +109,127 @@ void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* p
   }
   _tile_release();
 }
+
+// Zero for what is below the normal numbers.
+inline Floats flushed(Floats value) {
+  const __m512 own = reinterpret_cast<__m512>(value), sign = _mm512_set1_ps(-0.0f);
+  const __mmask16 small = _mm512_cmp_ps_mask(_mm512_andnot_ps(sign, own), _mm512_set1_ps(1.17549435e-38f), _CMP_LT_OQ);
+  return reinterpret_cast<Floats>(_mm512_mask_and_ps(own, small, own, sign));
+}
+
+// Of so few rows the product with one short block takes less time in vector registers.
+constexpr int kFewRows = 4;
+
+// `multiply_blocks` for one row and a k of less than kBlockK, in vector registers, with the same result: what the
+// processor defines of its dot products is the same, and so is flushing numbers below the normal ones to zero. Products
+// with the other of a pair are -0, which changes no sum.
+template <int kVectors>
+inline void multiply_block(const char* x, const char* panel, int64_t k, float* sums, bool add) {
+  const int64_t pairs = (k + 1) / 2;
+  alignas(64) int32_t firsts[kBlockK / 2], seconds[kBlockK / 2];
+  const __m512i row = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << pairs) - 1), x);
+  const __m512i low = _mm512_set1_epi32(0xffff), zeros = _mm512_set1_epi32(static_cast<int32_t>(0x80008000u));
+  _mm512_store_si512(firsts, _mm512_and_si512(row, low));
+  _mm512_store_si512(seconds, _mm512_andnot_si512(low, row));
+  Floats first[kVectors] = {}, second[kVectors] = {};
+  for (int64_t pair = 0; pair < pairs; ++pair, panel += kVectors * 64) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i weights = _mm512_load_si512(panel + v * 64);
+      const __m512i even = _mm512_ternarylogic_epi32(weights, zeros, low, 0xe4);  // low ? weights : zeros
+      const __m512i odd = _mm512_ternarylogic_epi32(zeros, weights, low, 0xe4);
+      const auto of_first = reinterpret_cast<Floats>(all_lanes(firsts[pair]));
+      const auto of_second = reinterpret_cast<Floats>(all_lanes(seconds[pair]));
+      first[v] = dot_pairs(first[v], reinterpret_cast<Floats>(even), of_first);
+      second[v] = dot_pairs(second[v], reinterpret_cast<Floats>(odd), of_second);
+    }
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const Floats before = add ? load_floats(sums + v * kLanes) : Floats{};
+    store_floats(sums + v * kLanes, flushed(before + flushed(first[v] + second[v])));
+  }
+}
+
+// As `multiply_blocks<2>`, for a k that is a multiple of kBlockK, and then the tail's product, within the registers.
+// The rows' second block ends with the last row: with fewer than 32 rows it has some of the first block's, whose sums
+// are the same.
+inline void multiply_with_tail(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                               int64_t sums_stride, bool add, Ahead ahead, const DeltaTail& tail) {
+  const int64_t whole = tail.k / kBlockK * kBlockK, rest = (tail.k - whole + 1) / 2 * 2;
+  const bool has_second = num_rows > kBlockRows;
+  const int64_t below = has_second ? num_rows - kBlockRows : 0;  // the second block's first row
+  set_shapes_with_tail(has_second ? kBlockRows : num_rows, static_cast<int>(rest ? 2 * rest : 2 * kBlockK));
+  const int64_t stride = sums_stride * 4;
+  float* const second = sums + below * sums_stride;
+  if (add) {
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + 16, stride);
+    if (has_second) {
+      _tile_loadd(2, second, stride);
+      _tile_loadd(3, second + 16, stride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  constexpr int64_t kRowBytes = 128, kBytes = kBlockK / 2 * kRowBytes;
+  const auto block = [&](const char* x, int64_t x_bytes, const char* panel) __attribute__((always_inline)) {
+    _tile_loadd(4, x, x_bytes);
+    _tile_loadd(6, panel, kRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if (has_second) {
+      _tile_loadd(4, x + below * x_bytes, x_bytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(6, panel + 64, kRowBytes);
+      _tile_dpbf16ps(3, 4, 6);
+      _tile_loadd(4, x, x_bytes);
+      _tile_dpbf16ps(1, 4, 6);
+    } else {
+      _tile_loadd(6, panel + 64, kRowBytes);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+  };
+  const char* next = ahead.from;
+  const int64_t advance = ahead.advance(kBytes);
+  const bool is_few = 4 * num_rows <= kTileRows;
+  for (int64_t at = 0; at < k; at += kBlockK, panel += kBytes, next += advance) {
+    for (int64_t line = 0; line < advance; line += 64) {
+      if (is_few)
+        prefetch<true>(next + line);
+      else
+        prefetch<false>(next + line);
+    }
+    block(x + 2 * at, x_bytes, panel);
+  }
+  for (int64_t at = 0; at < whole; at += kBlockK) block(tail.y + 2 * at, tail.y_bytes, tail.panel + at / 2 * kRowBytes);
+  if (rest) {
+    const char *y = tail.y + 2 * whole, *b = tail.panel + whole / 2 * kRowBytes;
+    _tile_loadd(5, y, tail.y_bytes);
+    _tile_loadd(7, b, kRowBytes);
+    _tile_dpbf16ps(0, 5, 7);
+    if (has_second) {
+      _tile_loadd(5, y + below * tail.y_bytes, tail.y_bytes);
+      _tile_dpbf16ps(2, 5, 7);
+      _tile_loadd(7, b + 64, kRowBytes);
+      _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(5, y, tail.y_bytes);
+      _tile_dpbf16ps(1, 5, 7);
+    } else {
+      _tile_loadd(7, b + 64, kRowBytes);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, stride);
+  _tile_stored(1, sums + 16, stride);
+  if (has_second) {
+    _tile_stored(2, second, stride);
+    _tile_stored(3, second + 16, stride);
+  }
+  _tile_release();
+}
 #endif
 
 // The kernel of one float type. It reads kStepK values of k per step.
@@ -118,6 +241,7 @@ struct FloatKernel {
 #else
   static constexpr bool kBlocks = false;
 #endif
+  static constexpr bool kTails = kBlocks;
   static constexpr int kMaxRows = kBlocks ? 2 * kBlockRows : kTileRows;
 #if defined(HEADRACE_BF16_DOT)
   static constexpr bool kDot = kPairs;
@@ -225,29 +349,35 @@ struct FloatKernel {
   template <int kRows, int kVectors = kPanelVectors>
   static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
                    bool add, Ahead ahead) {
-#if defined(HEADRACE_AMX)
-    if constexpr (kBlocks) {
-      const int64_t whole = k / kBlockK * kBlockK, bytes = whole * kVectors * kLanes * kWeightBytes;
-      if (whole) multiply_blocks<kVectors>(kRows, x, x_bytes, panel, whole, sums, sums_stride, add, ahead);
-      if (whole == k) return;
-      ahead.from += ahead.advance(bytes);
-      call_tiles<Vectors<kVectors>, kTileRows>(kRows, x + x_offset(whole), x_bytes, panel + bytes, k - whole, sums,
-                                               sums_stride, add || whole, ahead);
-      return;
-    }
-#endif
-    if constexpr (!kBlocks) vector_tile<kRows, kVectors>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+    vector_tile<kRows, kVectors>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
   }
 
-  // `tile` in vector registers.
-  template <int kVectors>
-  struct Vectors {
-    template <int kRows>
-    static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
-                     bool add, Ahead ahead) {
-      vector_tile<kRows, kVectors>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+#if defined(HEADRACE_AMX)
+  // `tile` of any number of rows.
+  template <int kVectors = kPanelVectors>
+  static void block_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                         int64_t sums_stride, bool add, Ahead ahead) {
+    const int64_t whole = k / kBlockK * kBlockK, bytes = whole * kVectors * kLanes * kWeightBytes;
+    if (whole) multiply_blocks<kVectors>(num_rows, x, x_bytes, panel, whole, sums, sums_stride, add, ahead);
+    if (whole == k) return;
+    ahead.from += ahead.advance(bytes);
+    x += x_offset(whole);
+    if (num_rows > kFewRows) {
+      multiply_blocks<kVectors>(num_rows, x, x_bytes, panel + bytes, k - whole, sums, sums_stride, add || whole, ahead);
+      return;
     }
-  };
+    for (int row = 0; row < num_rows; ++row)
+      multiply_block<kVectors>(x + row * x_bytes, panel + bytes, k - whole, sums + row * sums_stride, add || whole);
+  }
+
+  static bool takes_tails(const LinearArgs& args) {
+    return args.weight.k % kBlockK == 0 && args.deltas->site->type == kType;
+  }
+  static void tile_with_tail(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                             int64_t sums_stride, bool add, Ahead ahead, const DeltaTail& tail) {
+    multiply_with_tail(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead, tail);
+  }
+#endif
 
   // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
   template <int kRows, int kVectors>
@@ -282,12 +412,19 @@ struct FloatKernel {
   // Tiles of half panels, for factors of few rows.
   struct Halves {
     static constexpr int kMaxRows = FloatKernel::kMaxRows;
+    static constexpr bool kTails = FloatKernel::kTails;
 
     template <int kRows>
     static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
                      bool add, Ahead ahead) {
       FloatKernel::tile<kRows, kPanelVectors / 2>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
     }
+#if defined(HEADRACE_AMX)
+    static void block_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                           int64_t sums_stride, bool add, Ahead ahead) {
+      FloatKernel::block_tile<kPanelVectors / 2>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
+    }
+#endif
   };
 };
 
