@@ -347,6 +347,19 @@ def test_memory_is_given_back_when_the_last_weight_of_a_chunk_goes() -> None:
     assert resident_bytes() - before < 40 << 20
 
 
+def test_an_arena_keeps_so_many_spare_chunks_and_hands_them_out_zeroed() -> None:
+    arena, size = linear.Arena(linear.HUGE_PAGE_BYTES, most_spare=2), linear.HUGE_PAGE_BYTES
+    taken = [arena.take(size) for _ in range(4)]
+    addresses = {address for _, address in taken}
+    for _, address in taken:
+        ctypes.memset(address, 255, size)
+    last = taken.pop()  # the arena itself holds its last chunk
+    taken.clear()
+    again = [arena.take(size) for _ in range(3)]
+    assert [address in addresses - {last[1]} for _, address in again] == [True, True, False]
+    assert all(ctypes.string_at(address, size) == bytes(size) for _, address in again)
+
+
 def test_mirrors_are_as_large_as_the_structures(runtime: Runtime) -> None:
     assert ctypes.sizeof(LinearArgs) == runtime.library.dll.hr_sizeof_linear_args()
     assert ctypes.sizeof(linear.EmbedArgs) == runtime.library.dll.hr_sizeof_embed_args()

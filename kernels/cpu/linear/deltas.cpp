@@ -13,7 +13,7 @@ constexpr int64_t kMostFetched = 4096;
 constexpr int kHalfRows = kPanelRows / 2;  // rows of A in a panel: ranks are small, and a panel's padding is read too
 constexpr int64_t kBlockBytes = 256 * 1024;  // of a panel of A that several tiles read
 constexpr int64_t kReadRows = 8;  // whose products with a panel take as long as reading it from memory
-constexpr int64_t kFactorValues = 1024;  // of a row, that are packed together: an even number
+constexpr int64_t kFactorValues = 128;  // of each row of a panel, that are packed together: whole vectors
 constexpr int64_t kPanelsAhead = 4;  // of the list of panels: what it points to is requested without waiting
 
 DType type_of_y(const DeltaSite& site) {
@@ -373,40 +373,54 @@ using namespace headrace;
 
 namespace {
 
-// Writes a row to its place: values of k are `panel_rows` apart, those of bf16 in pairs.
-void put_row(const FactorRows& rows, const char* from, char* to) {
-  const int64_t k = rows.k, whole = k / kLanes * kLanes;
-  const bool same = rows.from_type == rows.type && rows.scale == 1.0f;
-  alignas(64) char values[kFactorValues * 4];
-  for (int64_t first = 0; first < k; first += kFactorValues) {
-    const int64_t count = k - first < kFactorValues ? k - first : kFactorValues;
-    const char* read = from + first * size_of(rows.from_type);
-    if (!same) {
-      for (int64_t i = 0; i < count; i += kLanes) {
-        if (first + i < whole) {
-          store_vector(values, i, rows.type, load_vector(read, i, rows.from_type) * rows.scale);
-          continue;
-        }
-        for (int64_t j = i; j < count; ++j)
-          store_one(values, j, rows.type, load_one(read, j, rows.from_type) * rows.scale);
-      }
-      read = values;
+// Values [first, first + count) of a row of factors in the packed type: in place, or converted into `values`.
+const char* values_of(const FactorRows& rows, int64_t row, int64_t first, int64_t count, char* values) {
+  const int64_t vectors_end = rows.k / kLanes * kLanes - first;  // vectors are read within the row
+  const char* from = static_cast<const char*>(rows.from) + (row * rows.stride + first) * size_of(rows.from_type);
+  if (rows.from_type == rows.type && rows.scale == 1.0f) return from;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    if (i < vectors_end) {
+      store_vector(values, i, rows.type, load_vector(from, i, rows.from_type) * rows.scale);
+      continue;
     }
-    if (rows.type == DType::kBF16) {
-      const auto* bits = reinterpret_cast<const uint16_t*>(read);
-      auto* pairs = reinterpret_cast<uint32_t*>(to) + first / 2 * rows.panel_rows;
-      for (int64_t i = 0; i < count; i += 2) {
-        uint32_t pair = bits[i];
-        if (i + 1 < count) std::memcpy(&pair, bits + i, sizeof(pair));
-        pairs[i / 2 * rows.panel_rows] = pair;
-      }
-    } else if (rows.type == DType::kF16) {
-      auto* halves = reinterpret_cast<uint16_t*>(to) + first * rows.panel_rows;
-      for (int64_t i = 0; i < count; ++i) halves[i * rows.panel_rows] = reinterpret_cast<const uint16_t*>(read)[i];
-    } else {
-      auto* floats = reinterpret_cast<float*>(to) + first * rows.panel_rows;
-      for (int64_t i = 0; i < count; ++i) floats[i * rows.panel_rows] = reinterpret_cast<const float*>(read)[i];
+    for (int64_t j = i; j < count; ++j)
+      store_one(values, j, rows.type, load_one(from, j, rows.from_type) * rows.scale);
+  }
+  return values;
+}
+
+// Writes `count` values of each row of a panel, value after value; null: no row.
+template <class Value>
+void interleave(const char* const* from, int panel_rows, int64_t count, char* to) {
+  auto* places = reinterpret_cast<Value*>(to);
+  for (int64_t i = 0; i < count; ++i, places += panel_rows)
+    for (int place = 0; place < panel_rows; ++place)
+      if (from[place]) std::memcpy(places + place, from[place] + i * sizeof(Value), sizeof(Value));
+}
+
+// As panels of float.h.
+void pack_panel(const FactorRows& rows, int64_t panel) {
+  const int step = rows.type == DType::kBF16 ? 2 : 1;  // values of a row that lie together
+  const int64_t padded = (rows.k + step - 1) / step * step;
+  char* to = rows.to + panel * rows.panel_rows * padded * size_of(rows.type);
+  alignas(64) char values[kPanelRows][kFactorValues * 4];
+  const char* from[kPanelRows];
+  for (int64_t first = 0; first < rows.k; first += kFactorValues) {
+    const int64_t count = rows.k - first < kFactorValues ? rows.k - first : kFactorValues;
+    for (int place = 0; place < rows.panel_rows; ++place) {
+      const int64_t at = panel * rows.panel_rows + place;
+      const int64_t row = rows.order ? rows.order[at] : (at < rows.num_rows ? at : -1);
+      from[place] = row < 0 ? nullptr : values_of(rows, row, first, count, values[place]);
     }
+    char* block = to + first * rows.panel_rows * size_of(rows.type);
+    if (step == 1 && rows.type == DType::kF16) {
+      interleave<uint16_t>(from, rows.panel_rows, count, block);
+      continue;
+    }
+    interleave<uint32_t>(from, rows.panel_rows, count / step, block);
+    for (int place = 0; count % step != 0 && place < rows.panel_rows; ++place)  // the last one, beside a zero
+      if (from[place])
+        std::memcpy(block + (count / step * rows.panel_rows + place) * 4, from[place] + (count - 1) * 2, 2);
   }
 }
 
@@ -414,17 +428,8 @@ void put_row(const FactorRows& rows, const char* from, char* to) {
 
 // Called from any thread, beside steps.
 HR_EXPORT void hr_pack_factors(const FactorRows* all, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const FactorRows& rows = all[i];
-    const int64_t padded = rows.type == DType::kBF16 ? (rows.k + 1) / 2 * 2 : rows.k;
-    for (int64_t place = 0; place < rows.num_places; ++place) {
-      const int64_t row = rows.order ? rows.order[place] : (place < rows.num_rows ? place : -1);
-      if (row < 0) continue;
-      const int64_t in_panel = place % rows.panel_rows * (rows.type == DType::kBF16 ? 2 : 1);
-      char* to = rows.to + (place / rows.panel_rows * rows.panel_rows * padded + in_panel) * size_of(rows.type);
-      put_row(rows, static_cast<const char*>(rows.from) + row * rows.stride * size_of(rows.from_type), to);
-    }
-  }
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t panel = 0; panel * all[i].panel_rows < all[i].num_places; ++panel) pack_panel(all[i], panel);
 }
 
 HR_EXPORT void hr_op_embed_deltas(const void* raw, const Step& step, int thread, int num_threads) {

@@ -29,6 +29,7 @@ PANEL_ROWS, HALF_ROWS = 32, 16
 """`kPanelRows`, of B, and `kHalfRows`, of A."""
 BLOCK_BYTES, LEAST_GATHERED, MOST_BLOCK_ROWS = 384 * 1024, 48, 1024
 """`kActivationBlockBytes`, `kLeastGathered` and `kMaxBlockRows`."""
+_PANELS = np.dtype(DeltaPanelC)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class DeltaTable:
     def _panels_of_parts(self, delta: LowRank, packing: _Packing) -> np.ndarray:
         """As `_panels_of_rows`, where `_are_whole_panels` says so."""
         fan, half = self._weight.n // self._weight.columns, self._weight.columns
-        panels = np.zeros(len(self._order) // PANEL_ROWS, np.dtype(DeltaPanelC))
+        panels = np.zeros(len(self._order) // PANEL_ROWS, _PANELS)
         for part in delta.parts:
             which, first = divmod(part.first_row, half)
             rank, count = part.b.shape[1], len(part.b) // PANEL_ROWS
@@ -142,7 +143,7 @@ class DeltaTable:
             spans[is_first] = first, last
             spans[touched, 0] = np.minimum(spans[touched, 0], first)
             spans[touched, 1] = np.maximum(spans[touched, 1], last)
-        panels = np.zeros(len(own), np.dtype(DeltaPanelC))
+        panels = np.zeros(len(own), _PANELS)
         for begin, end in np.unique(spans, axis=0):
             if begin == end:
                 continue
@@ -177,9 +178,9 @@ class _Packing:
         (num_rows, k), count = rows.shape, len(rows) if order is None else len(order)
         places = -(-count // panel_rows) * panel_rows
         size = places * self._padded(k) * self._dtype.itemsize
-        memory, address = self._runtime.adapter_arena.take(size)
+        chunk, address = self._runtime.adapter_arena.take(size)
         self.nbytes += size
-        self.kept.append(memory)
+        self.kept.append(chunk)
         order = None if order is None else np.ascontiguousarray(order, np.int64)
         self._sources += [rows, order]
         self._jobs.append(

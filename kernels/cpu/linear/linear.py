@@ -26,6 +26,8 @@ import ctypes
 import functools
 import mmap
 import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +93,8 @@ __all__ = [
 ]  # fmt: skip
 
 HUGE_PAGE_BYTES = 2 << 20
+SPARE_CHUNKS = 32
+"""Most memory, of HUGE_PAGE_BYTES each, that is kept when adapters leave."""
 
 
 def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str = "native") -> str | None:
@@ -116,33 +120,59 @@ def library_part(type_name: str) -> str:
     return units.PACKED if WEIGHT_TYPES[type_name].quantised else units.CORE
 
 
+class Chunk:
+    """Memory of an arena, which lives as long as this object."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
 @dataclass
 class Arena:
     """Memory for packed weights, in chunks of huge pages. A chunk lives as long as any weight packed in it."""
 
     chunk_bytes: int = 64 << 20
-    _chunk: mmap.mmap | None = None
-    _base: int = 0
+    most_spare: int = 0
+    """Chunks in which nothing is packed any more that are kept for what comes: the system may take milliseconds to find
+    a huge page."""
+    _chunk: Chunk | None = None
     _used: int = 0
     _size: int = 0
+    _spare: deque[mmap.mmap] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
+    def take(self, num_bytes: int) -> tuple[Chunk, int]:
         """Allocates `num_bytes` of zeroed, 64-byte aligned memory: the chunk that keeps it alive, and its address."""
         num_bytes = -(-num_bytes // 64) * 64
         with self._lock:
             if self._chunk is None or self._used + num_bytes > self._size:
                 # Whole huge pages; later weights fill up the last one.
-                size = max(self.chunk_bytes, -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
-                chunk = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                start = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    chunk.madvise(mmap.MADV_HUGEPAGE)
-                self._chunk, self._size, self._used = chunk, size, 0
-                self._base = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            address = self._base + self._used
+                self._size = max(self.chunk_bytes, -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+                self._chunk, self._used = self._new_chunk(self._size), 0
+            address = self._chunk.address + self._used
             self._used += num_bytes
             return self._chunk, address
+
+    def _new_chunk(self, size: int) -> Chunk:
+        memory = self._spare.pop() if size == self.chunk_bytes and self._spare else None
+        if memory is not None:
+            chunk = Chunk(memory)
+            ctypes.memset(chunk.address, 0, size)
+        else:
+            memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            chunk = Chunk(memory)
+        if self.most_spare and size == self.chunk_bytes:
+            weakref.finalize(chunk, self._keep, memory).atexit = False
+        return chunk
+
+    def _keep(self, memory: mmap.mmap) -> None:
+        """Without the lock, since any allocation may end a chunk's life."""
+        if len(self._spare) < self.most_spare:
+            self._spare.append(memory)
 
 
 @dataclass(frozen=True)
@@ -152,7 +182,7 @@ class Runtime:
     library: build.Library
     pool: ThreadPool
     arena: Arena = field(default_factory=Arena)
-    adapter_arena: Arena = field(default_factory=lambda: Arena(HUGE_PAGE_BYTES))
+    adapter_arena: Arena = field(default_factory=lambda: Arena(HUGE_PAGE_BYTES, SPARE_CHUNKS))
     """Of small chunks, as adapters come and go. What a step reads of one lies together."""
 
 
@@ -181,7 +211,7 @@ class PackedLinear:
     descriptor: PackedWeightC
     nbytes: int
     runtime: Runtime
-    memory: mmap.mmap = field(repr=False)
+    chunk: Chunk = field(repr=False)
     order: Tensor | None = field(default=None, repr=False)
     """[k] int32: `GroupedWeight.order`, which `descriptor` points to."""
 
@@ -198,9 +228,10 @@ class PackedLinear:
     @property
     def packed(self) -> Tensor:
         """[nbytes] uint8: the packed weight's memory. Another weight of the same `layout` may be copied into it."""
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        memory = self.chunk.memory
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         offset = self.descriptor.data - start
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -336,7 +367,7 @@ def pack(
         _describe_inputs(weight, descriptor)
     descriptor.tiles = tiles_of(used.library, type_name, rounded=descriptor.rounding > 0)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
-    memory, address = (arena or used.arena).take(nbytes)
+    chunk, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
     args = PackArgs(
         weight=descriptor,
@@ -348,7 +379,7 @@ def pack(
     )
     used.pool.run_op("hr_op_pack", args)
     del kept
-    return PackedLinear(type_name, n, k, gated, descriptor, nbytes, used, memory, order)
+    return PackedLinear(type_name, n, k, gated, descriptor, nbytes, used, chunk, order)
 
 
 def why_not_group(kind: str, group: int) -> str | None:
