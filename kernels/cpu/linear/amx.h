@@ -26,8 +26,8 @@ inline void load_shapes(const TileShapes& shapes) {
   _tile_loadconfig(&shapes);
 }
 
-// For products of `rows` rows of x in register 4 and `others` in register 5, by blocks of at most 64 bytes of each. What
-// else a thread computes with these registers sets its own shapes, too.
+// For products of `rows` rows of x in register 4 and `others` in register 5, by blocks of at most 64 bytes of each.
+// What else a thread computes with these registers sets its own shapes, too.
 inline void set_rows(int rows, int others, int x_bytes = 64) {
   TileShapes shapes;
   shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(x_bytes);

@@ -1,4 +1,5 @@
-// Products of quantised weights with inputs in two int8 parts (see quant.h), for all layouts of panels. A Panel knows one:
+// Products of quantised weights with inputs in two int8 parts (see quant.h), for all layouts of panels. A Panel knows
+// one:
 //
 //   kBits, kSums        bits of a code; sums of a block that have a scale of their own: 1, or 2 of 16 values each
 //   kOffset             what is subtracted from codes, by way of the inputs' `correct`
@@ -122,8 +123,8 @@ struct VectorTiles {
 
 // In tile registers, of up to two blocks of rows. Sums of integers are exact, so results are those of `VectorTiles`.
 //
-// Some blocks are multiplied before their products are scaled: as many as the first-level cache holds beside x, twice as
-// many for one block of rows. Totals are loaded and stored once for all of them.
+// Some blocks are multiplied before their products are scaled: as many as the first-level cache holds beside x, and for
+// one block of rows twice as many. Totals are loaded and stored once for all of them.
 template <class Panel>
 struct RegisterTiles {
   static constexpr int kSums = Panel::kSums, kMost = 4 / kSums;

@@ -131,7 +131,8 @@ void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride
     for (int i = 0; i < kPanelRows; i += kLanes) {
       Floats value = load_floats(sums + row * sums_stride + i);
       if (i + kLanes > count)  // leaves out the panel's padding
-        value = choose(lane_numbers() < all_lanes(static_cast<int32_t>(count - i)), value, all_lanes(-__builtin_inff()));
+        value =
+            choose(lane_numbers() < all_lanes(static_cast<int32_t>(count - i)), value, all_lanes(-__builtin_inff()));
       const Floats most = load_floats(kept.values + i);
       const Ints is_higher = (value > most) | (value != value);
       const Ints columns = load_ints(kept.columns + i), here = lane_numbers() + static_cast<int32_t>(first + i);
