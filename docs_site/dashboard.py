@@ -18,7 +18,8 @@ from headrace.frontend.http.server.metrics import ROUTER_COUNTERS
 
 FILE = Path(__file__).parents[1] / "docs/deploy/grafana.json"
 _PREFIX = "${prefix}:"
-_FILTER = 'model_name=~"$model", engine=~"$engine"'
+_SERVER = 'instance=~"$server"'
+_FILTER = f'{_SERVER}, model_name=~"$model", engine=~"$engine"'
 _SHARES = (0.5, 0.9, 0.99)
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 
@@ -57,7 +58,7 @@ def sections() -> Iterator[tuple[str, list[Panel]]]:
 
 
 def _plain(kind: str, name: str, text: str, label: str = "") -> Panel:
-    legend = "engine {{engine}}" + (f" {{{{{label}}}}}" if label else "")
+    legend = "{{instance}} engine {{engine}}" + (f" {{{{{label}}}}}" if label else "")
     if kind == "gauge":
         return Panel(name, text, _unit(name), ((f"{_PREFIX}{name}{{{_FILTER}}}", legend),))
     rate = f"rate({_PREFIX}{name}_total{{{_FILTER}}}[$__rate_interval])"
@@ -73,7 +74,7 @@ def _percentiles(name: str, text: str) -> Panel:
 
 
 def _router(name: str, text: str) -> Panel:
-    rate = f"sum by (reason) (rate({_PREFIX}{name}_total[$__rate_interval]))"
+    rate = f"sum by (reason) (rate({_PREFIX}{name}_total{{{_SERVER}}}[$__rate_interval]))"
     return Panel(name, f"{text} Per second.", "short", ((rate, "{{reason}}"),))
 
 
@@ -112,6 +113,7 @@ def dashboard() -> dict[str, Any]:
                     **{"name": "prefix", "label": "Prefix", "type": "textbox", "query": "headrace"},
                     "current": {"text": "headrace", "value": "headrace"},
                 },
+                _of_label("server", "Server", "instance"),
                 _of_label("model", "Model", "model_name"),
                 _of_label("engine", "Engine", "engine"),
             ]

@@ -225,10 +225,12 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
         return getattr(import_users_module(module), attribute)
     except BaseException as error:  # importing the module may raise anything
         let_interrupts_pass(error)
-        hint = "; the engine is a process of its own: put the class into a module that it can import"
-        raise OptionError(
-            f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint if module == '__main__' else ''}"
-        ) from error
+        hint = ""
+        if module == "__main__":
+            hint = "; the engine is a process of its own: put the class into a module that it can import"
+        elif isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            hint = "; modules are looked for beside your script, in PYTHONPATH and among what is installed"
+        raise OptionError(f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint}") from error
 
 
 def import_users_module(module: str) -> types.ModuleType:

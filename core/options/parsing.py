@@ -98,6 +98,18 @@ class OptionParser(argparse.ArgumentParser):
             self._fail("; ".join(self._explain(argument) for argument in flags or unknown), " ".join(commands))
         return parsed
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own says nothing when the help could not be written, as on a full disk."""
+        if not message or file is None:
+            return
+        try:
+            file.write(message)
+            file.flush()
+        except BrokenPipeError:  # its reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        except OSError as error:
+            self.exit(1, f"{self.prog}: cannot write the output: {(error.strerror or str(error)).lower()}\n")
+
     def load_config_file(self, file_path: str) -> list[str]:
         """The arguments that stand for a YAML file: `max-model-len: 64` is `--max-model-len 64`.
 

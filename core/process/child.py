@@ -45,6 +45,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of
 from headrace.ipc.process.program import occupy_standard_descriptors
+from headrace.ipc.process.runtime_directory import AddressError
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover, remove_leftovers_of
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
@@ -364,6 +365,8 @@ class Child:
             bound = self.ready.address if self.ready else self.options.bind
             try:
                 remove_leftover(bound) if bound else remove_leftovers_of(self.pid)
+            except AddressError:
+                pass  # there is no folder for sockets, so nothing is in it
             except (HeadraceError, OSError) as error:  # the end must still be reported to all that wait for it
                 logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:

@@ -202,6 +202,8 @@ class Results:
         """Numbers of the lines without a custom_id that already have a result."""
         self.num_errors = 0
         """How many of the existing results are errors."""
+        if path.is_dir():
+            raise OptionError(f"cannot write the output file {path}: it is a folder")
         try:
             if not (resume or overwrite) and path.exists() and path.stat().st_size:
                 raise OptionError(

@@ -317,6 +317,7 @@ async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:
     """The server's list of models; None if it has none and the options name the model. Waits for the server as long as
     the options allow. Raises ServerError."""
     end_s = time.monotonic() + options.ready_check_timeout_sec
+    mended = "is the server running there? --model names one without asking, --ready-check-timeout-sec waits for it"
     while True:
         try:
             reader = Whole()
@@ -324,6 +325,9 @@ async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:
             if reader.status == 200:
                 return json.loads(reader.body)
             problem = f"it answered {reader.status}"
+            if reader.status == 401:
+                mended = "a key of its clients is read from OPENAI_API_KEY in the environment, or HEADRACE_API_KEY"
+                break
         except ExchangeError as error:
             problem = str(error)
         except ValueError:
@@ -332,10 +336,7 @@ async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:
             break
         await asyncio.sleep(READY_PERIOD_S)
     if options.model is None and options.served_model_name is None:
-        raise ServerError(
-            f"{target.url} does not say which models it serves ({problem}); is the server running there? "
-            "--model names one without asking, --ready-check-timeout-sec waits for it"
-        )
+        raise ServerError(f"{target.url} does not say which models it serves ({problem}); {mended}")
     return None
 
 

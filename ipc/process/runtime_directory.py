@@ -53,8 +53,8 @@ def runtime_directory() -> Path:
         with contextlib.suppress(OSError):
             return _warned(Path(tempfile.mkdtemp(prefix=prefix, dir=folder)))
     raise AddressError(
-        "there is no folder for sockets: set HEADRACE_RUNTIME_DIR to one of yours that only you can enter (mode 0700)"
-        + "".join(f"; {problem}" for problem in problems)
+        "there is no folder for sockets: set HEADRACE_RUNTIME_DIR to one of yours that only you can enter (mode 0700), "
+        "or TMPDIR to one that can be written" + "".join(f"; {problem}" for problem in problems)
     )
 
 

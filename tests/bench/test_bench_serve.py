@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import time
@@ -15,11 +16,17 @@ import fake_server as fake
 import pytest
 import tokenizers
 from http_server import Server, serving
+from server_here import serving_here
 
+from headrace.core.options.option import Secret
+from headrace.frontend.bench.options import ResultOptions
+from headrace.frontend.bench.results import record
 from headrace.frontend.bench.results.metrics import number
 from headrace.frontend.bench.traffic.http_client import Pool, Target
 from headrace.frontend.bench.traffic.load import Load, LoadResult
 from headrace.frontend.cli.main import main
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.ipc.failure import OptionError
 
 SHORT = ("--random-input-len", "5", "--random-output-len", "4")
 
@@ -395,6 +402,38 @@ def test_a_result_that_could_not_be_written_is_refused_before_the_run(
     (tmp_path / "file").write_text("")
     assert main(["bench", "serve", "--model", "any", "--output-json", str(tmp_path / "file" / "result.json")]) == 2
     assert "is no folder that can be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_result_goes_into_a_pipe_and_does_not_take_its_place(is_link: bool, tmp_path: Path) -> None:
+    """Nor that of a device or of a link, as /dev/stdout is."""
+    pipe = named = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if is_link:
+        named = tmp_path / "link"
+        named.symlink_to(pipe)
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    record.check_writable(ResultOptions(output_json=str(named)))
+    record.save({"benchmark": "serve", "results": {}}, ResultOptions(output_json=str(named)))
+    written = os.read(descriptor, 1000)
+    os.close(descriptor)
+    assert json.loads(written) == {"benchmark": "serve", "results": {}}
+    assert pipe.is_fifo()
+    assert named.is_symlink() == is_link
+    with pytest.raises(OptionError, match="no regular file, beside which --report could write"):
+        record.check_writable(ResultOptions(output_json=str(named), report="html"))
+
+
+def test_a_server_that_wants_a_key_is_not_taken_for_one_that_is_down(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving_here(ServeOptions(port=0, api_key=(Secret("a-key"),))) as server:
+        where = ("--base-url", server.url, "--num-prompts", "1", *SHORT)
+        status, _, printed = bench(capsys, tmp_path, *where, "--ready-check-timeout-sec", "600")
+        assert status == 1
+        assert "it answered 401); a key of its clients is read from OPENAI_API_KEY in the environment" in printed
+        monkeypatch.setenv("OPENAI_API_KEY", "a-key")
+        assert bench(capsys, tmp_path, *where, "--random-vocab-size", "100")[0] == 0
 
 
 def test_a_report_is_one_page_that_needs_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

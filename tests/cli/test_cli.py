@@ -55,6 +55,19 @@ def test_help_loads_no_heavy_library() -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+def test_help_that_cannot_be_written_is_an_error_and_one_that_is_not_read_is_none() -> None:
+    command = (sys.executable, "-m", "headrace", "serve", "--help=all")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    said = "headrace serve: cannot write the output: no space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_usage_is_one_line_that_names_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     for command, usage in (
         ([], "headrace [-h] [--version] COMMAND ..."),

@@ -210,6 +210,13 @@ def test_a_request_that_fails_in_the_engine_is_an_error_of_its_own(runtime_direc
     assert rows["fails"]["error"]["message"] == "line 1: the model gave NaN"
 
 
+@pytest.mark.parametrize("how", [(), ("--resume",), ("--overwrite",)])
+def test_a_folder_is_no_output_file(how: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "in.jsonl", b"{}")
+    assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path), *how]) == 2
+    assert f"cannot write the output file {tmp_path}: it is a folder" in capsys.readouterr().err
+
+
 def test_resume_runs_what_has_no_result_yet(core: ZmqCore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(f"r{index}", prompt="hello", max_tokens=3) for index in range(4)]

@@ -247,6 +247,10 @@ def test_a_scheduler_of_ones_own_decides():
     [
         ("nothing", "scheduler_cls is 'nothing'; it must name a class, as module:Class or module.Class"),
         ("no_such_module:Thing", "scheduler_cls=no_such_module:Thing cannot be loaded: ModuleNotFoundError: No module"),
+        (
+            "no_such_module:Thing",
+            "modules are looked for beside your script, in PYTHONPATH and among what is installed",
+        ),
         ("json:Nothing", "scheduler_cls=json:Nothing cannot be loaded: AttributeError: module 'json' has no"),
         ("json.dumps", "scheduler_cls=json.dumps is a function; it must be a class"),
         ("json:JSONDecoder", "must be derived from headrace.core.schedule.scheduler.Scheduler"),

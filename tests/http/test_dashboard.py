@@ -39,6 +39,14 @@ def test_the_file_is_what_the_declarations_make() -> None:
             assert panel["description"], panel["title"]
 
 
+def test_panels_choose_servers_and_tell_their_lines_apart() -> None:
+    """Two servers behind one proxy each have an engine 0."""
+    for panel in DASHBOARD.dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            assert 'instance=~"$server"' in target["expr"], panel["title"]
+            assert "{{instance}}" in target["legendFormat"] or "sum by" in target["expr"], panel["title"]
+
+
 def test_each_panel_asks_for_a_metric_that_a_server_exports() -> None:
     with serving_here() as server, server.client() as client:
         ask(client, "/v1/completions", prompt="x", max_tokens=3)
@@ -63,7 +71,7 @@ def test_each_panel_draws_something_in_a_real_prometheus(tmp_path: Path) -> None
 
 def draws_something(result: Callable[[str], list[Any]], client: httpx.Client) -> None:
     wait_until(lambda: bool(result("headrace:num_requests_running")), 60, "the first scrape")
-    filled = {"${prefix}": "headrace", "$model": ".*", "$engine": ".*", "$__rate_interval": "30s"}
+    filled = {"${prefix}": "headrace", "$server": ".*", "$model": ".*", "$engine": ".*", "$__rate_interval": "30s"}
     rest = [(title, query) for title, query in QUERIES if not title.startswith(NEEDS_MORE)]
     end_s = time.monotonic() + 120
     while rest and time.monotonic() < end_s:  # a rate needs two scrapes with requests between them

@@ -137,6 +137,12 @@ def check_writable(options: ResultOptions) -> None:
     said = f"--{named.replace('_', '-')}={getattr(options, named) or '.'}"
     if path.is_dir():
         raise OptionError(f"{said}: {path} is a folder; name a file")
+    if _is_special(path):
+        if options.report:
+            raise OptionError(f"{said}: {path} is no regular file, beside which --report could write; name a file")
+        if not os.access(path, os.W_OK):
+            raise OptionError(f"{said}: {path} cannot be written to")
+        return
     there = next(each for each in path.absolute().parents if each.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -169,14 +175,24 @@ def _path_of(options: ResultOptions, benchmark: str) -> Path:
 
 
 def write(path: Path, record: Any) -> None:
-    """Writes a record as JSON, atomically. Raises ResultError."""
+    """Writes a record as JSON: atomically, or into what is there if that is no regular file, such as /dev/stdout, whose
+    place a file must not take. Raises ResultError."""
+    text = json.dumps(record, indent=1) + "\n"
     part = path.with_name(path.name + ".part")
     try:
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise ResultError(f"the result cannot be written to {path}: {error}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether the path is a device, a pipe or a link."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def read(path: str | Path) -> dict[str, Any]:
