@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from headrace.frontend.http.server.metrics import (
     PROCESS_HISTOGRAMS,
     ROUTER_COUNTERS,
 )
+from headrace.frontend.text.formats import declaration
 from headrace.ipc import failure, messages
 from headrace.ipc.failure import HeadraceError
 
@@ -53,6 +55,7 @@ def pages() -> dict[str, str]:
         "metrics.md": _metrics(),
         "errors.md": _errors(),
         "messages.md": _messages(),
+        "output-formats.md": _output_formats(),
     }
 
 
@@ -227,6 +230,38 @@ def _messages() -> str:
             parts.append(f"### {kind.__name__}\n" + (f"\n{text}\n" if text else ""))
             parts += [table(("field", "type", "what it is"), rows)] if rows else []
     return _page("Messages between client and engine", "`ipc/messages.py`", *parts)
+
+
+def _output_formats() -> str:
+    documented = _field_docs(declaration)
+    intro = (
+        "What a YAML file may say about how a model writes tool calls and reasoning: "
+        "[a format of your own](../tutorials/custom-parts.md#a-format-of-tool-calls) has an example. A pair is a list "
+        "of the marker before and the marker after something.\n"
+    )
+    parts = [intro]
+    for key, kind in (
+        ("", declaration.OutputFormat),
+        ("calls", declaration.CallFormat),
+        ("reasoning", declaration.ReasoningFormat),
+        ("channels", declaration.ChannelFormat),
+    ):
+        of_kind = {name: text for (of, name), text in documented.items() if of == kind.__name__}
+        texts = {name: _one_line(text).replace("<", "&lt;") for name, text in of_kind.items()}
+        rows = [
+            (f"`{each.name}`", _default_text(each), texts.get(each.name, "")) for each in msgspec.structs.fields(kind)
+        ]
+        parts.append((f"## `{key}`\n\n" if key else "") + table(("key", "default", "what it is"), rows))
+    known = ", ".join(f"`{name}`" for name in sorted(declaration.known_formats()))
+    parts.append(f"## Formats that are built in\n\nNames for `--tool-call-parser` and `--reasoning-parser`: {known}.\n")
+    return _page("Formats of tool calls", "`frontend/text/formats/declaration.py`", *parts)
+
+
+def _default_text(field: Any) -> str:
+    """A field's default as YAML has it; empty if there is none to speak of."""
+    if field.required:
+        return "needed"
+    return f"`{json.dumps(field.default)}`" if any(field.default or ()) else ""
 
 
 def _type_text(field: Any) -> str:

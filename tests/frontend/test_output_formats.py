@@ -13,6 +13,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from read_answers import TOOLS, Read, read
+from source_tree import ROOT
 
 from headrace.frontend.request.message import message_of
 from headrace.frontend.text.chat_template import RenderedChat
@@ -462,6 +463,38 @@ def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
         load_format(str(path))
     with pytest.raises(FormatError, match=r"no output format is called 'herms'; known: .*hermes"):
         load_format("herms")
+
+
+def test_the_format_of_the_tutorial_reads_the_tutorials_answer(tmp_path):
+    page = (ROOT / "docs/tutorials/custom-parts.md").read_text()
+    declared, answer = re.findall(r"^```(?:yaml)?\n(.*?)^```", page, re.M | re.S)[:2]
+    (tmp_path / "bracket.yaml").write_text(declared)
+    said = read(str(tmp_path / "bracket.yaml"), [answer])
+    assert (said.content.strip(), said.calls) == ("I look it up.", [("get_weather", '{"city": "Oslo"}')])
+    assert format_of_template("... [CALL] ...", {"bracket": load_format(str(tmp_path / "bracket.yaml"))}) == "bracket"
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ("call: {}", r"unknown field `call`; allowed: reasoning, calls, channels, template_marks, "),
+        (
+            "calls: {cal: [a, b], body: json}",
+            r"unknown field `cal` - at `\$\.calls`; allowed: body, is_either, ",
+        ),
+        ("calls: {call: [a, b], body: jsn}", r"'jsn' - at `\$\.calls\.body`; allowed: json, named_json, pythonic, "),
+        ("reasoning: {begin: x}", r"required field `end` - at `\$\.reasoning`; allowed: end, begin, label, "),
+        ("calls: {call: 3, body: json}", r"Expected `array`, got `int` - at `\$\.calls\.call`$"),
+        ("[", "not an output format: .*"),
+    ],
+)
+def test_a_declaration_that_is_none_is_refused_with_what_is_allowed(tmp_path, declared, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(declared)
+    with pytest.raises(FormatError, match=words):
+        load_format(str(path))
+    with pytest.raises(FormatError, match=r"none\.yaml cannot be read: no such file or directory$"):
+        load_format(str(tmp_path / "none.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
     if path.suffix not in (".yaml", ".yml"):
         raise OptionError(
             f"{option}={file}: a Python file is written against vLLM's parser classes, which are not here; declare the "
-            "format in a YAML file (frontend/text/formats/README.md says how) and name that"
+            "format in a YAML file (docs/tutorials/custom-parts.md says how) and name that"
         )
     declared = _load(option, file, {})
     return dict.fromkeys((path.stem, *declared.same_as), declared)

@@ -15,7 +15,7 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -40,7 +40,9 @@ class FormatError(HeadraceError, ValueError):
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end: str
+    """The marker after the reasoning."""
     begin: str = ""
+    """The marker before it; a prompt may end with it."""
     label: str = ""
     """Text that may follow `begin`, before the reasoning."""
     starts_open: bool = False
@@ -116,7 +118,9 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     names_are_doubled: bool = False
     """A tool's name may be written NAME.NAME, since templates show tools as members of what they are called."""
     name_keys: tuple[str, ...] = ("name",)
+    """Keys of the name in an object (json)."""
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    """Keys of the arguments in an object (json)."""
     id_keys: tuple[str, ...] = ()
     """Keys of the call's id, which comes before its name (json)."""
     name_is_key: bool = False
@@ -188,7 +192,9 @@ class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     reasoning: ReasoningFormat | None = None
+    """How reasoning is written."""
     calls: CallFormat | None = None
+    """How tool calls are written."""
     channels: ChannelFormat | None = None
     """Instead of `reasoning` and `calls`."""
     template_marks: tuple[str, ...] = ()
@@ -283,5 +289,22 @@ def format_of_template(
 def _read(path: Path) -> OutputFormat:
     try:
         return msgspec.yaml.decode(read_file(path), type=threadsafe(OutputFormat))
-    except (OSError, msgspec.MsgspecError) as error:
-        raise FormatError(f"{path}: not an output format: {error}") from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"{path}: not an output format: {error}{_allowed_at(str(error))}") from None
+
+
+def _allowed_at(problem: str) -> str:
+    """The keys or the values that are allowed at the place that msgspec names; empty if they are no short list."""
+    kind: Any = OutputFormat
+    place = re.search(r"at `\$\.?([\w.]*)`$", problem)
+    for name in filter(None, place[1].split(".") if place else ()):
+        kinds = [each.type for each in msgspec.structs.fields(kind) if each.name == name]
+        kind = next((each for each in get_args(kinds[0]) if _is_struct(each)), kinds[0])
+    allowed = [each.name for each in msgspec.structs.fields(kind)] if _is_struct(kind) else get_args(kind)
+    return f"; allowed: {', '.join(allowed)}" if all(isinstance(each, str) for each in allowed) and allowed else ""
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
