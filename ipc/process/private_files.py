@@ -73,7 +73,10 @@ def warn_of_open_secret(name: str, path: str | None) -> None:
     if status is None or not stat.S_ISREG(status.st_mode):
         return
     if status.st_mode & _OTHERS or (status.st_mode & _GROUP and status.st_uid != 0) or status.st_mode & 0o020:
-        logger.warning("%s=%s: others may read this secret (mode %o): chmod 600 it", name, path, _mode(status))
+        # With mode 600 another user's file, as containers get their secrets, could not be read here.
+        is_ours = os.geteuid() in (0, status.st_uid)
+        mended = "chmod 600 it" if is_ours else "let a group of its readers have it, with mode 640"
+        logger.warning("%s=%s: others may read this secret (mode %o): %s", name, path, _mode(status), mended)
     elif status.st_uid not in (0, os.geteuid()):
         logger.warning("%s=%s: this secret belongs to user %d, who may read and change it", name, path, status.st_uid)
 

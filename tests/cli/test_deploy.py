@@ -316,6 +316,28 @@ def test_prometheus_and_grafana_find_what_compose_mounts(tmp_path: Path) -> None
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_each_environment_variable_that_is_named_is_one_that_is_read() -> None:
+    sources = [DEPLOY.parents[1] / each for each in ("core", "executor", "frontend", "headrace", "ipc")]
+    read = {
+        name
+        for folder in sources
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"\bHEADRACE_[A-Z_]+\b", path.read_text())
+    }
+    named = {
+        (path.name, name)
+        for path in [*DEPLOY.rglob("*"), DOCKERFILE]
+        if path.is_file() and path.suffix != ".json"
+        for name in re.findall(r"\bHEADRACE_[A-Z_]+\b", path.read_text())
+    }
+    assert len(named) > 10
+    assert {each for each in named if each[1] not in read} - OF_BUILDS == set()
+
+
+OF_BUILDS = {("Dockerfile", "HEADRACE_VERSION"), ("Dockerfile", "HEADRACE_WHEEL_KERNELS")}
+"""Read by setup.py."""
+
+
 # --- images ----------------------------------------------------------------------------------------------------------
 
 

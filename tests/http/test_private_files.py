@@ -132,6 +132,19 @@ def test_secrets_that_others_may_read_are_warned_of(
     assert ("others may" in caplog.text) is is_open
 
 
+def test_a_secret_is_not_to_be_closed_to_its_reader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container it is often root's, and read by a user without rights."""
+    path = tmp_path / "keys"
+    path.write_text("secret")
+    path.chmod(0o644)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1000)
+    warn_of_open_secret("api_key_file", str(path))
+    assert f"api_key_file={path}: others may read this secret (mode 644): let a group of its readers" in caplog.text
+    assert "chmod 600" not in caplog.text
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
 def test_a_secret_of_another_user_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys"
