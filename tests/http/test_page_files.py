@@ -17,6 +17,7 @@ from source_tree import ROOT
 
 from headrace.core.options.option import Secret
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.metrics import Pages, pages_bytes
 
 STATIC = ROOT / "frontend/http/apis/page/static"
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -70,6 +71,7 @@ def test_the_live_view_is_told_counts_that_only_grow(client: httpx.Client) -> No
         (each,) = client.get("/ui/live").json()["engines"]
         return each
 
+    assert client.get("/ui/live").json()["server"] == client.get("/ui/live").json()["server"]
     before = engine()
     assert (before["state"], before["problem"], before["models"]) == ("ready", "", ["null"])
     assert (before["adapters"], before["generates"]) == ([], True)
@@ -82,6 +84,16 @@ def test_the_live_view_is_told_counts_that_only_grow(client: httpx.Client) -> No
     for name, expected in (("time_to_first_token_seconds", 1), ("inter_token_latency_seconds", 5)):
         assert sum(after["latencies"][name]) - sum(before["latencies"][name]) == expected, name
         assert len(after["latencies"][name]) == len(client.get("/ui/live").json()["bounds"][name]) + 1
+
+
+def test_counts_say_of_which_server_they_are_in_each_of_its_processes(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        file.write_bytes(bytes(pages_bytes(2)))
+    first, second = ([Pages(file=file, num_processes=2, index=index).server for index in (0, 1)] for file in files)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert len({first[0], second[0], Pages().server, Pages().server}) == 4
 
 
 def test_a_first_token_is_counted_before_its_answer_is_whole(client: httpx.Client) -> None:

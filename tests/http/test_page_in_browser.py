@@ -331,6 +331,32 @@ def test_a_conversation_that_is_too_long_is_refused_in_words_that_help(browser: 
 
 
 @pytest.mark.system
+def test_the_live_view_is_of_one_server_where_several_answer(browser: Browser) -> None:
+    """As behind a balancer that asks them in turn."""
+    asked = 0
+
+    def in_turn(route: Any) -> None:
+        nonlocal asked
+        asked += 1
+        answered = route.fetch()
+        state = answered.json()
+        if asked % 2:
+            state["server"] = "another"
+            for engine in state["engines"]:
+                engine["generated_tokens"] += 1_000_000
+        route.fulfill(response=answered, json=state)
+
+    with serving(*ECHO, *TEMPLATE) as server, opened(browser, server.url) as page:
+        page.route("**/ui/live", in_turn)
+        page.get_by_role("link", name="Live").click()
+        rates: list[str] = []
+        row = page.get_by_role("region", name="Figures of each engine").locator("tbody tr td").nth(3)
+        wait_until(lambda: rates.append(row.inner_text()) or asked >= 8, 60, "some answers of both")
+        assert set(rates) <= {"\N{EN DASH}", "0"}
+        assert page.get_by_text("Several servers answer here").count() == 1
+
+
+@pytest.mark.system
 def test_one_of_several_engines_can_be_chosen_and_each_is_drawn(browser: Browser) -> None:
     with (
         serving(*ECHO, *TEMPLATE, "--data-parallel-size", "2", null_model={"step_delay_s": STEP_S}) as server,

@@ -55,6 +55,8 @@ class LiveEngine(msgspec.Struct, kw_only=True):
 
 class LiveState(msgspec.Struct, kw_only=True):
     version: str
+    server: str
+    """Which of the servers at this address answered, as behind a balancer: counts of another one are not comparable."""
     bounds: dict[str, tuple[float, ...]]
     """By metric, the upper bounds of the buckets in seconds."""
     engines: list[LiveEngine]
@@ -64,6 +66,7 @@ async def live_state(pool: EnginePool, pages: Pages) -> LiveState:
     stats = await pool.stats()
     return LiveState(
         version=headrace.__version__,
+        server=pages.server,
         bounds={name: REQUEST_HISTOGRAMS[name][0] for name in LATENCIES},
         engines=[_engine(engine, stats.get(engine), pool, pages) for engine in list(pool.engines)],
     )

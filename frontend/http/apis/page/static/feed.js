@@ -6,6 +6,7 @@
 const EVERY_MS = 1000;
 const EVERY_QUIETLY_MS = 4000; // while nobody looks at the live view
 const LONGEST_MS = 10_000;
+const SAME_SERVER_MS = 5000; // for how long after its answer the view stays with one server of several behind a balancer
 
 export class Feed extends EventTarget {
   snapshot = null;
@@ -15,6 +16,9 @@ export class Feed extends EventTarget {
   #key;
   #states = new Map();
   #isLost = false;
+  #server; // whose answers are shown, as each server counts for itself
+  #answeredAt = 0;
+  #hasToldOfOthers = false;
 
   constructor(api, key) {
     super();
@@ -56,6 +60,13 @@ export class Feed extends EventTarget {
   }
 
   #take(snapshot) {
+    if (snapshot.server !== this.#server && !this.#isLost && Date.now() - this.#answeredAt < SAME_SERVER_MS) {
+      if (!this.#hasToldOfOthers) this.#tell("Several servers answer here; this view is of one of them");
+      this.#hasToldOfOthers = true;
+      return;
+    }
+    this.#server = snapshot.server;
+    this.#answeredAt = Date.now();
     if (this.#isLost) this.#tell("The server answers again");
     this.#isLost = false;
     this.snapshot = snapshot;

@@ -1,6 +1,6 @@
 // The last minutes of the engines' counters, and what follows from them: rates and percentiles. Pure functions of samples
 //
-//   {at, engines: {INDEX: {running, waiting, cache, prompt, generated, latencies: {NAME: [count of each bucket]}}}}
+//   {at, server, engines: {INDEX: {running, waiting, cache, prompt, generated, latencies: {NAME: [count of each bucket]}}}}
 
 import { load, save } from "./storage.js";
 
@@ -15,12 +15,13 @@ export class Samples {
   bounds = {};
 
   /** Takes what /ui/live answered. */
-  add({ engines, bounds }) {
+  add({ server, engines, bounds }) {
     const at = Date.now() / 1000;
     const known = engines.filter((each) => each.num_running !== null);
     this.bounds = bounds;
     this.#samples.push({
       at,
+      server,
       engines: Object.fromEntries(
         known.map((each) => [
           each.index,
@@ -56,7 +57,7 @@ export function gauge(samples, index, name) {
 export function rate(samples, index, name) {
   return samples.map((now, at) => {
     const before = samples[earliest(samples, at, RATE_OVER_S)];
-    const grown = now.engines[index]?.[name] - before.engines[index]?.[name];
+    const grown = now.server === before.server ? now.engines[index]?.[name] - before.engines[index]?.[name] : NaN;
     return [now.at, grown >= 0 && now.at > before.at ? grown / (now.at - before.at) : null];
   });
 }
@@ -68,7 +69,7 @@ export function percentile(samples, indices, name, bounds, share) {
     const counts = new Array(bounds.length + 1).fill(0);
     for (const index of indices) {
       const [new_, old] = [now.engines[index]?.latencies[name], before.engines[index]?.latencies[name]];
-      if (!new_ || !old || new_.some((count, bucket) => count < old[bucket])) continue;
+      if (now.server !== before.server || !new_ || !old || new_.some((count, bucket) => count < old[bucket])) continue;
       new_.forEach((count, bucket) => (counts[bucket] += count - old[bucket]));
     }
     return [now.at, quantile(counts, bounds, share)];
