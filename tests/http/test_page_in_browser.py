@@ -354,6 +354,7 @@ def test_the_live_view_is_of_one_server_where_several_answer(browser: Browser) -
         wait_until(lambda: rates.append(row.inner_text()) or asked >= 8, 60, "some answers of both")
         assert set(rates) <= {"\N{EN DASH}", "0"}
         assert page.get_by_text("Several servers answer here").count() == 1
+        page.unroute_all(behavior="ignoreErrors")
 
 
 @pytest.mark.system
