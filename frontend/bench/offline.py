@@ -19,6 +19,7 @@ from headrace.frontend.bench.options import LatencyOptions, ResultOptions, Throu
 from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, metric_table, number, percentile, summary
 from headrace.frontend.bench.traffic.workload import PromptMaker, TextTokenizer, make_workload
+from headrace.frontend.client.engine_metrics import by_name
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
@@ -218,11 +219,9 @@ class _EngineTokenizer:
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
     """The engine's Welcome, without the tokenizer, and its statistics at the end of the run."""
-    asdict = msgspec.structs.asdict
-    facts = {name: msgspec.to_builtins(value) for name, value in asdict(llm.engine).items()}
+    facts = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(llm.engine).items()}
     del facts["tokenizer"]
-    stats = llm.get_stats()
-    return {**facts, "stats": {**asdict(stats), "times": asdict(stats.times)}}
+    return {**facts, "stats": by_name(llm.get_stats())}
 
 
 def shows_progress(result: ResultOptions) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from headrace.frontend.client.request_metrics import (
     FINISH_REASONS,
@@ -331,3 +334,14 @@ def _histogram(
 ) -> Histogram:
     buckets = {bound: int(count) for bound, count in cumulative(bounds, counts)}
     return Histogram(name=name, labels=labels, count=buckets["+Inf"], sum=total, buckets=buckets)
+
+
+def by_name(value: Any) -> Any:
+    """Statistics as JSON has them: structs, at any depth, as dicts by their fields' names. The wire has positions."""
+    if isinstance(value, msgspec.Struct):
+        return {name: by_name(each) for name, each in msgspec.structs.asdict(value).items()}
+    if isinstance(value, list | tuple):
+        return [by_name(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): by_name(each) for key, each in value.items()}
+    return value

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,9 +16,10 @@ import headrace
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.frontend.cli.main import main
 from headrace.frontend.client import engine_watch
-from headrace.frontend.client.engine_metrics import hit_rate, kv_use
+from headrace.frontend.client.engine_metrics import by_name, hit_rate, kv_use
 from headrace.frontend.client.engine_watch import duration, short_name
-from headrace.ipc.messages import EngineStats
+from headrace.ipc.adapters import AdapterStats
+from headrace.ipc.messages import BlockTimes, Counted, EngineStats
 from headrace.ipc.transport.engine_records import OwnRecord
 from headrace.ipc.transport.sockets import new_ipc_address, this_kernel
 
@@ -28,7 +30,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return rows
 
 
-def stats_of(**counts: float) -> EngineStats:
+def stats_of(**counts: Any) -> EngineStats:
     return EngineStats(
         **{**{each.name: each.type(0) for each in msgspec.structs.fields(EngineStats) if each.required}, **counts}
     )
@@ -50,6 +52,16 @@ def test_an_engine_is_listed_with_what_it_says_of_itself(
         assert header.split()[:3] == ["PID", "MODEL", "DTYPE"]
         assert line.split()[:5] == [str(os.getpid()), "org/name", "float32", "0", "0"]
         assert line.endswith(core.address)
+
+
+def test_what_an_engine_says_of_adapters_and_of_blocks_is_json_by_name() -> None:
+    times = {each.name: Counted(counts=(1, 0), sum=0.5) for each in msgspec.structs.fields(BlockTimes)}
+    stats = stats_of(adapters=AdapterStats(max_loras=2, running=("a",)), block_times=BlockTimes(**times))
+    shown = json.loads(json.dumps(by_name(stats)))
+    assert shown.keys() == {each.name for each in msgspec.structs.fields(EngineStats)}
+    assert (shown["adapters"]["max_loras"], shown["adapters"]["running"]) == (2, ["a"])
+    assert shown["block_times"]["lifetime"] == {"counts": [1, 0], "sum": 0.5}
+    assert shown["times"]["num_first_tokens"] == 0
 
 
 def test_records_of_engines_that_have_ended_are_not_listed_and_go_with_the_next_start(

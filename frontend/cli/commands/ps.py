@@ -49,9 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
     """A snapshot for `--json`. Names and units are those of EngineStats; None means unknown."""
-    from msgspec.structs import asdict
-
-    from headrace.frontend.client.engine_metrics import hit_rate, kv_use
+    from headrace.frontend.client.engine_metrics import by_name, hit_rate, kv_use
 
     welcome, stats = snapshot.welcome, snapshot.stats
     return {
@@ -66,7 +64,7 @@ def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
         "uptime_s": None if snapshot.uptime_s is None else round(snapshot.uptime_s, 1),
         "kv_use": None if stats is None else round(kv_use(stats), 4),
         "cache_hit_rate": None if stats is None else hit_rate(stats),
-        "stats": None if stats is None else {**asdict(stats), "times": asdict(stats.times)},
+        "stats": None if stats is None else by_name(stats),
         "problem": snapshot.problem or None,
     }
 
