@@ -34,6 +34,7 @@ from server_here import process_unchanged
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.http.process import server as server_process
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
 from headrace.frontend.http.process.worker import ParentEngine
@@ -141,9 +142,12 @@ class OfPool:
 
 
 @pytest.mark.parametrize("others_serve", [False, True])
-def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engines(others_serve: bool) -> None:
+def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engines(
+    others_serve: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the death of the one it knows would cost requests, while others serve. Where other processes answer already
     it gets no connections before."""
+    monkeypatch.setattr(server_process, "MEETS_WITHIN_S", 600.0)  # the looks of a busy machine take longer than 5 s
     engines = [EngineThread(parse_options(model="null", distributed_executor_backend=BACKEND)) for _ in range(2)]
     holder, ready = OfPool(), asyncio.Event()
 
