@@ -351,7 +351,12 @@ def test_the_live_view_is_of_one_server_where_several_answer(browser: Browser) -
         page.get_by_role("link", name="Live").click()
         rates: list[str] = []
         row = page.get_by_role("region", name="Figures of each engine").locator("tbody tr td").nth(3)
-        wait_until(lambda: rates.append(row.inner_text()) or asked >= 8, 60, "some answers of both")
+
+        def enough() -> bool:
+            rates.append(row.inner_text())
+            return asked >= 8
+
+        wait_until(enough, 60, "some answers of both")
         assert set(rates) <= {"\N{EN DASH}", "0"}
         assert page.get_by_text("Several servers answer here").count() == 1
         page.unroute_all(behavior="ignoreErrors")

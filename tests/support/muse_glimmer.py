@@ -27,4 +27,4 @@ class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel, transformers.Gener
         return CausalLMOutputWithPast(logits=torch.tanh(logits * self.config.output_multiplier / cap) * cap)
 
 
-tiny_models.transformers.MuseGlimmerForCausalLM = MuseGlimmerForCausalLM
+setattr(tiny_models.transformers, "MuseGlimmerForCausalLM", MuseGlimmerForCausalLM)  # noqa: B010 - the module has no such name itself
