@@ -86,21 +86,21 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "changes", "reason"),
     [
-        ("xglm", "does not go through transformers' table of attention functions"),
-        ("doge", "makes a mask of its own"),
-        ("hy_v4", "layers of type indexed_attention"),
+        ("xglm", {}, "does not go through transformers' table of attention functions"),
+        ("doge", {}, "makes a mask of its own"),
+        ("mellum", {"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
-    name: str, reason: str, tmp_path: Path
+    name: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     from tiny_families import foreign
     from transformers import CONFIG_MAPPING
 
     tiny = foreign(name)
-    config = CONFIG_MAPPING[name](**tiny.config).to_dict() | {"architectures": [tiny.model_class]}
+    config = CONFIG_MAPPING[name](**tiny.config).to_dict() | {"architectures": [tiny.model_class]} | changes
     with pytest.raises(ModelError, match=reason):
         LLM(config_only(tmp_path / name, **config), load_format="dummy", **SMALL)
 
