@@ -127,23 +127,23 @@ struct VectorTiles {
 // one block of rows twice as many. Totals are loaded and stored once for all of them.
 template <class Panel>
 struct RegisterTiles {
-  static constexpr int kSums = Panel::kSums, kMost = 4 / kSums;
+  static_assert(Panel::kSums == 1, "a block has one scale");
+  static constexpr int kMost = 4;
   static constexpr int kLineBytes = 4 * kPanelRows, kCodeBytes = kQuads * kLineBytes;
   // Of a block of rows.
   struct Products {
     int32_t high[kBlockRows][kPanelRows], low[kBlockRows][kPanelRows];
   };
-  typedef Products ChunkProducts[kMost][kSums];  // of each block, by blocks of rows
   // Of some blocks.
   struct Weights {
     char codes[kMost][kCodeBytes];
-    BlockScales<kSums> scales[kMost][kGroups];
+    BlockScales<1> scales[kMost][kGroups];
     int count;
   };
 
   static __attribute__((noinline)) void tile(int num_rows, const char* x, int64_t x_bytes, const char* from, int64_t k,
                                              float* sums, int64_t sums_stride, Ahead ahead) {
-    alignas(64) ChunkProducts products;
+    alignas(64) Products products[kMost];  // of each block, by blocks of rows
     alignas(64) Weights weights[2];
     Panel panel(from);
     // Two blocks of rows have the same number of them, and of an odd number one is in both.
@@ -151,7 +151,7 @@ struct RegisterTiles {
     const int chunk = kMost / halves;
     const int64_t blocks = k / kBlock;
     const char* factors = x + factors_at(k);
-    set_rows(rows, rows, kBlock / kSums);  // of the high and of the low parts
+    set_rows(rows, rows, kBlock);  // of the high and of the low parts
     read(panel, from, ahead, blocks < chunk ? blocks : chunk, weights[0]);
     for (int64_t first = 0, number = 0; first < blocks; first += chunk, ++number) {
       const Weights& now = weights[number % 2];
@@ -200,30 +200,27 @@ struct RegisterTiles {
 
   // Tiles are stored while others are multiplied: those with the last products when the next ones are computed.
   static inline __attribute__((always_inline)) void multiply(const char* x, int64_t x_bytes, const Weights& weights,
-                                                             int halves, int second, ChunkProducts& products) {
-    Products* before = &products[0][0];
-    for (int i = 0; i < weights.count; ++i)
-      for (int sum = 0; sum < kSums; ++sum) {
-        const char* codes = weights.codes[i] + sum * (kCodeBytes / kSums);
-        _tile_loadd(6, codes, kLineBytes);
-        _tile_loadd(7, codes + 64, kLineBytes);
-        for (int half = 0; half < halves; ++half) {
-          const char* parts = x + i * static_cast<int64_t>(sizeof(QuantParts)) + sum * (kBlock / kSums) +
-                              half * second * x_bytes;
-          Products* now = &products[i * halves + half][sum];
-          _tile_loadd(4, parts, x_bytes);
-          HEADRACE_PRODUCT(0, 4, 6);
-          _tile_stored(1, before->high[0] + 16, kLineBytes);
-          HEADRACE_PRODUCT(1, 4, 7);
-          _tile_stored(2, before->low[0], kLineBytes);
-          _tile_loadd(5, parts + kBlock, x_bytes);
-          HEADRACE_PRODUCT(2, 5, 6);
-          _tile_stored(3, before->low[0] + 16, kLineBytes);
-          HEADRACE_PRODUCT(3, 5, 7);
-          _tile_stored(0, now->high[0], kLineBytes);
-          before = now;
-        }
+                                                             int halves, int second, Products* products) {
+    Products* before = products;
+    for (int i = 0; i < weights.count; ++i) {
+      _tile_loadd(6, weights.codes[i], kLineBytes);
+      _tile_loadd(7, weights.codes[i] + 64, kLineBytes);
+      for (int half = 0; half < halves; ++half) {
+        const char* parts = x + i * static_cast<int64_t>(sizeof(QuantParts)) + half * second * x_bytes;
+        Products* now = products + i * halves + half;
+        _tile_loadd(4, parts, x_bytes);
+        HEADRACE_PRODUCT(0, 4, 6);
+        _tile_stored(1, before->high[0] + 16, kLineBytes);
+        HEADRACE_PRODUCT(1, 4, 7);
+        _tile_stored(2, before->low[0], kLineBytes);
+        _tile_loadd(5, parts + kBlock, x_bytes);
+        HEADRACE_PRODUCT(2, 5, 6);
+        _tile_stored(3, before->low[0] + 16, kLineBytes);
+        HEADRACE_PRODUCT(3, 5, 7);
+        _tile_stored(0, now->high[0], kLineBytes);
+        before = now;
       }
+    }
     _tile_stored(1, before->high[0] + 16, kLineBytes);
     _tile_stored(2, before->low[0], kLineBytes);
     _tile_stored(3, before->low[0] + 16, kLineBytes);
@@ -231,24 +228,21 @@ struct RegisterTiles {
 
   // Adds the scaled products of kCount rows, from `row` of their block on, to the sums.
   template <int kCount>
-  static inline __attribute__((always_inline)) void add(const Products (*products)[kSums], int halves, int row,
+  static inline __attribute__((always_inline)) void add(const Products* products, int halves, int row,
                                                         const Weights& weights, int group, const char* factors,
                                                         int64_t x_bytes, bool adds, float* sums, int64_t sums_stride) {
     Floats total[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) total[i] = adds ? load_floats(sums + i * sums_stride) : Floats{};
     for (int block = 0; block < weights.count; ++block) {
-      const BlockScales<kSums> scales = weights.scales[block][group];
+      const BlockScales<1> scales = weights.scales[block][group];
 #pragma GCC unroll 8
       for (int i = 0; i < kCount; ++i) {
         const auto& of_row = reinterpret_cast<const QuantFactors*>(factors + i * x_bytes)[block];
-#pragma GCC unroll 2
-        for (int sum = 0; sum < kSums; ++sum) {
-          const Products& own = products[block * halves][sum];
-          const Ints high = load_ints(own.high[row + i] + group * kLanes);
-          const Ints low = load_ints(own.low[row + i] + group * kLanes);
-          total[i] = add_scaled(total[i], high, low, all_lanes(of_row.step), scales.scale[sum]);
-        }
+        const Products& own = products[block * halves];
+        const Ints high = load_ints(own.high[row + i] + group * kLanes);
+        const Ints low = load_ints(own.low[row + i] + group * kLanes);
+        total[i] = add_scaled(total[i], high, low, all_lanes(of_row.step), scales.scale[0]);
         if constexpr (Panel::kMinimum) total[i] = fused(all_lanes(of_row.step_sum), scales.minimum, total[i]);
       }
     }
@@ -258,9 +252,7 @@ struct RegisterTiles {
 };
 #undef HEADRACE_PRODUCT
 
-// With fewer, what does not depend on their number takes longer than vector registers do.
-template <class Panel>
-constexpr int kLeastRegisterRows = Panel::kSums == 1 ? 6 : 14;
+constexpr int kLeastRegisterRows = 6;  // with fewer, what does not depend on their number takes longer
 #endif
 
 // sums [num_rows, kPanelRows] = x times the panel, of up to kQuantTileRows rows.
@@ -268,9 +260,12 @@ template <class Panel>
 void multiply_parts(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                     int64_t sums_stride, Ahead ahead) {
 #if defined(HEADRACE_AMX)
-  if (num_rows >= kLeastRegisterRows<Panel>) {
-    RegisterTiles<Panel>::tile(num_rows, x, x_bytes, panel, k, sums, sums_stride, ahead);
-    return;
+  // Blocks with two scales have twice the products to add, which takes longer than vector registers do.
+  if constexpr (Panel::kSums == 1) {
+    if (num_rows >= kLeastRegisterRows) {
+      RegisterTiles<Panel>::tile(num_rows, x, x_bytes, panel, k, sums, sums_stride, ahead);
+      return;
+    }
   }
 #endif
   call_tiles<VectorTiles<Panel>, kVectorTileRows>(num_rows, x, x_bytes, panel, k, sums, sums_stride, false, ahead);
