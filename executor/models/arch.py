@@ -183,6 +183,10 @@ class StackedExperts:
     """Whether the tensors are [num_experts * inner, hidden]: the rows of all gates (or ups, or transposed downs)."""
 
 
+STACKED = StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""As transformers saves most mixtures."""
+
+
 @dataclass(frozen=True)
 class WeightNames:
     """Names of a checkpoint's tensors, without `.weight` or `.bias`; by default those of Llama in Hugging Face format.

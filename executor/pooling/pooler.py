@@ -94,9 +94,8 @@ class Pooler:
         self._divisor = scale
         self._rows: dict[int, _Row] = {}
         self._num_pairs = self._num_narrowed = 0
-        self._done: list[
-            tuple[list[int], np.ndarray]
-        ] = []  # rows that end in the current step: [num_rows, count, width]
+        self._done = list[tuple[list[int], np.ndarray]]()
+        """Rows that end in the current step: [num_rows, count, width]."""
         self._failures: list[RowFailure] = []
 
     def use(self, heads: Mapping[str, Head]) -> None:

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.reference.attention import QUERY_TILE_TOKENS
+from headrace.kernels.reference.rotary_cache import rotary_interleaved
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates dimension 2i with 2i + 1 of the last ones: x [num_tokens, heads, size]; cos, sin [num_tokens, rotary_dim
     / 2] float32 -> as x"""
     size = 2 * cos.shape[-1]
-    even, odd = x[..., -size:].float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
-    return torch.cat([x[..., :-size], turned.to(x.dtype)], dim=-1)
+    turned, _ = rotary_interleaved(x[..., -size:], x[:, :0], cos, sin)
+    return torch.cat([x[..., :-size], turned], dim=-1)
 
 
 def compress(values: Tensor, logits: Tensor, bias: Tensor, *, overlap: bool) -> Tensor:

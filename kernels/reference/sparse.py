@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.reference.attention import QUERY_TILE_TOKENS
+from headrace.kernels.reference.compressed import compress
 from headrace.kernels.reference.latent import LatentUp, absorb, project_values
 
 
@@ -62,9 +63,9 @@ def choose_pools(
     logits of a pool's tokens, in order; num_chosen: tokens of pools."""
     size, length = len(bias), len(keys)
     count, ends = length // size, _ends(len(queries), length, keys.device)
-    pooled, by_pool = (each[: count * size].float().unflatten(0, (count, size)) for each in (keys, logits))
-    pooled = ((by_pool + bias).softmax(1) * pooled).sum(1)
-    pools = highest_scores(queries, weights, pooled, ends // size, num_chosen // size)
+    pools = highest_scores(
+        queries, weights, compress(keys, logits, bias, overlap=False), ends // size, num_chosen // size
+    )
     columns = torch.arange(length, device=keys.device)
     chosen = (columns < ends[:, None]) & (columns >= (ends // size * size)[:, None])
     chosen[:, : count * size] |= pools.repeat_interleave(size, 1)

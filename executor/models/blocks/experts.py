@@ -85,12 +85,16 @@ class Experts(Ffn):
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         logits = ops.linear(held["router"], x)
-        found = [ops.experts(held["experts"], x, logits, self.routing, held.get("correction"))]
+        found = [self.routed(ops, held, x, logits)]
         if self.shared_inner and not self.shared_gate:
             found.append(ops.product(held["shared_down"], ops.linear(held["shared_up"], x)))
         elif self.shared_inner:
             found.append(ops.experts(held["shared"], x, ops.linear(held["shared_router"], x), SHARED))
         return found
+
+    def routed(self, ops: Ops, held: Held, x: Any, logits: Any) -> Any:
+        """The summed results of the experts that the router chooses."""
+        return ops.experts(held["experts"], x, logits, self.routing, held.get("correction"))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Self:
         """Pads inner sizes, since each rank has a share of each expert's inner columns, and the whole router."""

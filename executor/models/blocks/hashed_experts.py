@@ -3,7 +3,7 @@ scores are the weights of their results alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,8 @@ class ExpertsByToken(Experts):
         )
         return found
 
-    def emit(self, ops: Any, held: Held, x: Any) -> Sequence[Any]:
-        logits = ops.linear(held["router"], x)
-        found = [ops.compute(held["experts"], x, logits, ops.mix(held["table"]))]
-        if self.shared_inner:
-            found.append(ops.product(held["shared_down"], ops.linear(held["shared_up"], x)))
-        return found
+    def routed(self, ops: Any, held: Held, x: Any, logits: Any) -> Any:
+        return ops.compute(held["experts"], x, logits, ops.mix(held["table"]))
 
     def problem(self) -> str:
         if self.shared_gate or not self.routing.renormalise:

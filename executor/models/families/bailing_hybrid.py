@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, Fused, LayerSpec, WeightNames
 from headrace.executor.models.blocks.latent import LatentAttention
 from headrace.executor.models.blocks.linear_attention import DeltaNames, DeltaRule
 from headrace.executor.models.families import Config, Family
@@ -65,7 +65,7 @@ def build(config: Config) -> ArchSpec:
         config,
         mixture_after_dense(config, corrected_routing(config), default_dense=2),
         names=NAMES,
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        stacked=STACKED,
         fused=(delta.fused(), Fused(f"{AT}.dense", ((NAMES.output, integer(config, "hidden_size")),))),
     )
     layers: list[LayerSpec] = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, LayerSpec, NormSpec, RopeSpec, WeightNames
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.compressed_attention import CompressedAttention, Compression
 from headrace.executor.models.blocks.experts import Experts
@@ -80,16 +80,22 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("rms", eps),
         tied_head=flag(config, "tie_word_embeddings", False),
         names=NAMES,
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-        stream=HyperConnections(
-            hidden=hidden,
-            num_rows=integer(config, "hc_mult", 4),
-            norm_eps=eps,
-            eps=number(config, "hc_eps", 1e-6),
-            magnitude=2.0,
-            least=0.0,
-            mixing_steps=max(1, integer(config, "hc_sinkhorn_iters", 20)),
-        ),
+        stacked=STACKED,
+        stream=mixed_connections(config, hidden, eps),
+    )
+
+
+def mixed_connections(config: Config, hidden: int, norm_eps: float, *, weighted_end: bool = True) -> HyperConnections:
+    """A stream whose rows are mixed with one another."""
+    return HyperConnections(
+        hidden=hidden,
+        num_rows=integer(config, "hc_mult", 4),
+        norm_eps=norm_eps,
+        eps=number(config, "hc_eps", 1e-6),
+        magnitude=2.0,
+        least=0.0,
+        mixing_steps=max(1, integer(config, "hc_sinkhorn_iters", 20)),
+        weighted_end=weighted_end,
     )
 
 

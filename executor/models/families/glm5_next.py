@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, WeightNames
 from headrace.executor.models.blocks import Ffn, Mixer
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import Experts
-from headrace.executor.models.blocks.hyper_connections import HyperConnections
 from headrace.executor.models.blocks.latent import LatentAttention
 from headrace.executor.models.blocks.linear_attention import DeltaRule
 from headrace.executor.models.blocks.sparse_latent import SparseLatentAttention
@@ -26,6 +25,7 @@ from headrace.executor.models.families._config import (
 )
 from headrace.executor.models.families._latent import latent_like
 from headrace.executor.models.families._ssd import require_silu
+from headrace.executor.models.families.deepseek_v4 import mixed_connections
 from headrace.executor.models.families.deepseek_v32 import indexer_types
 from headrace.executor.models.families.kimi_linear import DELTA, size_of_linear
 from headrace.ipc.failure import ModelError
@@ -73,23 +73,8 @@ def build(config: Config) -> ArchSpec:
             plain = replace(plain, latent_eps=spec.norm.eps)
             mixer = SparseLatentAttention(**vars(plain), index="halves" if kinds[index] == "full" else "none", **own)
         layers.append(replace(layer, mixer=mixer))
-    return replace(spec, layers=tuple(layers), fused=(linear.fused(),), stream=_stream(config, spec), stacked=STACKED)
-
-
-STACKED = StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-
-
-def _stream(config: Config, spec: ArchSpec) -> HyperConnections:
-    return HyperConnections(
-        hidden=spec.hidden_size,
-        num_rows=integer(config, "hc_mult", 4),
-        norm_eps=spec.norm.eps,
-        eps=number(config, "hc_eps", 1e-6),
-        magnitude=2.0,
-        least=0.0,
-        mixing_steps=max(1, integer(config, "hc_sinkhorn_iters", 20)),
-        weighted_end=False,
-    )
+    stream = mixed_connections(config, spec.hidden_size, spec.norm.eps, weighted_end=False)
+    return replace(spec, layers=tuple(layers), fused=(linear.fused(),), stream=stream, stacked=STACKED)
 
 
 def _names(config: Config) -> WeightNames:

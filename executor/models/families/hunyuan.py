@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, WeightNames
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config, Family, NotNativeError
@@ -29,7 +29,6 @@ NAMES = WeightNames(
     router="mlp.gate.wg",
     shared_expert="mlp.shared_mlp",
 )
-STACKED = StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def build(config: Config) -> ArchSpec:

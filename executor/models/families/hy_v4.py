@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, StackedExperts
+from headrace.executor.models.arch import STACKED, ArchSpec
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.hyper_connections import HyperConnections
 from headrace.executor.models.blocks.latent import LatentAttention
@@ -58,7 +58,7 @@ def build(config: Config) -> ArchSpec:
         spec,
         layers=tuple(layers),
         stream=_stream(config, spec),
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        stacked=STACKED,
         names=replace(
             names,
             query_gate="self_attn.gate_proj",

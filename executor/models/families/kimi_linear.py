@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec, RopeSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, Fused, LayerSpec, RopeSpec, WeightNames
 from headrace.executor.models.blocks import Ffn
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.latent import LatentAttention
@@ -137,7 +137,7 @@ def build(config: Config) -> ArchSpec:
         ffn,
         names=NAMES,
         max_positions=integer(config, "max_position_embeddings", 1048576),
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        stacked=STACKED,
         fused=_dense_names(config),
     )
     layers = []

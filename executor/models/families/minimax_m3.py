@@ -4,7 +4,7 @@ shared one, all with gpt-oss's clamped activation."""
 from dataclasses import replace
 from typing import Any, Literal
 
-from headrace.executor.models.arch import ArchSpec, Fused, NormSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, Fused, NormSpec, WeightNames
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
@@ -90,7 +90,7 @@ def build(config: Config) -> ArchSpec:
         ffn=lambda index: mixture if mixes[index] else dense,
         norm=NormSpec("rms", number(config, "rms_norm_eps", 1e-6), weight_offset=1.0),
         names=names,
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        stacked=STACKED,
         fused=(
             Fused("mlp.gate_up_proj", ((NAMES.gate, inner), (NAMES.up, inner))),
             *([Fused(f"{at}.gate_up_proj", parts)] if is_converted else fused),

@@ -4,7 +4,7 @@ queries that grow with positions beyond the trained context."""
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, StackedExperts
+from headrace.executor.models.arch import STACKED, ArchSpec
 from headrace.executor.models.blocks.latent import LatentAttention
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import corrected_routing, rope_section
@@ -21,8 +21,6 @@ ROPE: dict[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 """Of a config that has none."""
-
-STACKED = StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def build(config: Config) -> ArchSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.executor.models.arch import ArchSpec, Fused, NormSpec, StackedExperts, WeightNames
+from headrace.executor.models.arch import STACKED, ArchSpec, Fused, NormSpec, WeightNames
 from headrace.executor.models.blocks import Ffn
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.linear_attention import DeltaRule
@@ -83,7 +83,7 @@ def hybrid(
         default_context=32768,
         norm=NormSpec("rms", number(config, "rms_norm_eps", 1e-6), weight_offset=1.0),
         names=NAMES,
-        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        stacked=STACKED,
         fused=(gated, *([] if mixer.problem() else [mixer.fused(), *projections(mixer)])),
     )
     layers = zip(kinds, spec.layers, strict=True)

@@ -51,6 +51,15 @@ inline Floats dot_pairs(Floats sums, Floats weights, Floats pair) {
 #if defined(HEADRACE_AMX)
 constexpr int kBlockK = 32;
 
+inline void prefetch_lines(const char* from, int64_t bytes, bool few_rows) {
+  for (int64_t line = 0; line < bytes; line += 64) {
+    if (few_rows)
+      prefetch<true>(from + line);
+    else
+      prefetch<false>(from + line);
+  }
+}
+
 // sums [num_rows, kVectors * 16] (+)= x times the panel, of bf16, for a k that is a multiple of kBlockK, or less. The
 // processor adds up the first ones of a block's pairs, the second ones, and both to the sums.
 template <int kVectors>
@@ -82,12 +91,7 @@ void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* p
   const int64_t advance = ahead.advance(bytes);
   const bool is_few = 4 * num_rows <= kTileRows;
   for (int64_t at = 0; at < k; at += kBlockK, panel += bytes, next += advance) {
-    for (int64_t line = 0; line < advance; line += 64) {
-      if (is_few)
-        prefetch<true>(next + line);
-      else
-        prefetch<false>(next + line);
-    }
+    prefetch_lines(next, advance, is_few);
     _tile_loadd(6, panel, kRowBytes);
     _tile_loadd(4, x + 2 * at, x_bytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -196,12 +200,7 @@ inline void multiply_with_tail(int num_rows, const char* x, int64_t x_bytes, con
   const int64_t advance = ahead.advance(kBytes);
   const bool is_few = 4 * num_rows <= kTileRows;
   for (int64_t at = 0; at < k; at += kBlockK, panel += kBytes, next += advance) {
-    for (int64_t line = 0; line < advance; line += 64) {
-      if (is_few)
-        prefetch<true>(next + line);
-      else
-        prefetch<false>(next + line);
-    }
+    prefetch_lines(next, advance, is_few);
     block(x + 2 * at, x_bytes, panel);
   }
   for (int64_t at = 0; at < whole; at += kBlockK) block(tail.y + 2 * at, tail.y_bytes, tail.panel + at / 2 * kRowBytes);

@@ -60,19 +60,7 @@ struct IntegerPanel : GroupWalk {
   inline __attribute__((always_inline)) const char* step() { return GroupWalk::step(kBlockBytes); }
 
   static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
-    constexpr int kLine = kPanelRows * 4;
-    const char* from = block + group * kLanes * 4;
-    if constexpr (kBits == 8) {
-#pragma GCC unroll 8
-      for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(from + g * kLine);
-    } else {
-#pragma GCC unroll 4
-      for (int g = 0; g < 4; ++g) {
-        const Bytes both = load_bytes(from + g * kLine);
-        codes[g] = both & 0x0f;
-        codes[g + 4] = (both >> 4) & 0x0f;
-      }
-    }
+    unpack_quads<kBits>(block + group * kLanes * 4, codes);
   }
 
   inline __attribute__((always_inline)) BlockScales<1> scales(const char*, int group) const {

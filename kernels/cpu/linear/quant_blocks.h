@@ -49,6 +49,23 @@ inline void prefetch_block(const Ahead& ahead, int64_t passed, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) prefetch<kFewRows>(ahead.at(passed) + line);
 }
 
+// The codes of kLanes rows of a block of 4 bits (the low ones of longer codes) or 8, in quads a line of the panel apart.
+template <int kBits>
+inline __attribute__((always_inline)) void unpack_quads(const char* from, Bytes (&codes)[kQuads]) {
+  constexpr int kLine = kPanelRows * 4;
+  if constexpr (kBits == 8) {
+#pragma GCC unroll 8
+    for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(from + g * kLine);
+  } else {
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const Bytes both = load_bytes(from + g * kLine);
+      codes[g] = both & 0x0f;
+      codes[g + 4] = (both >> 4) & 0x0f;
+    }
+  }
+}
+
 // Adds a block's products with the high and the low parts of x, the low ones corrected.
 inline __attribute__((always_inline)) Floats add_scaled(Floats total, Ints high, Ints low, Floats step, Floats scale) {
   return fused(__builtin_convertvector(low + (high << 8), Floats) * step, scale, total);

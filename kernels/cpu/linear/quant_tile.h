@@ -89,26 +89,15 @@ struct QuantPanel {
   }
 
   static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
-    constexpr int kLine = kPanelRows * 4;  // bytes of one quad of every row
     const char* high = block + kLayout.scale_bytes() + group * kLanes * 4;
-    const char* low = high + kLayout.high_bytes();
-    if constexpr (kBits == 8) {
-#pragma GCC unroll 8
-      for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(low + g * kLine);
-      return;
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < 4; ++g) {
-      const Bytes both = load_bytes(low + g * kLine);
-      codes[g] = both & 0x0f;
-      codes[g + 4] = (both >> 4) & 0x0f;
-    }
+    unpack_quads<kBits>(high + kLayout.high_bytes(), codes);
     if constexpr (kBits == 5) {
       const Bytes bits = load_bytes(high);
 #pragma GCC unroll 8
       for (int g = 0; g < kQuads; ++g) codes[g] |= (g < 4 ? bits << (4 - g) : bits >> (g - 4)) & 0x10;
     }
     if constexpr (kBits == 6) {
+      constexpr int kLine = kPanelRows * 4;  // bytes of one quad of every row
 #pragma GCC unroll 2
       for (int part = 0; part < 2; ++part) {
         const Bytes bits = load_bytes(high + part * kLine);
