@@ -559,4 +559,4 @@ def test_an_idle_server_uses_no_processor_time():
             shares.append(processor_share(pids, 1.0))
             return shares[-1] < 0.01
 
-        wait_until(at_rest, 10, f"coming to rest {shares}")
+        wait_until(at_rest, 10, lambda: f"coming to rest {shares}")

@@ -238,7 +238,7 @@ class HttpServer:
             with gc_watched(self._pages.gc_pause):
                 failure = await self._serve(state, server, serving, coordinators)
         finally:
-            server.should_exit = True
+            server.end()
             self._stop_listening(server)
             await asyncio.gather(serving, return_exceptions=True)
             await state.close()
@@ -364,6 +364,15 @@ class _UvicornServer(uvicorn.Server):
         super().__init__(config)
         self.server_state = self.connections = Connections()
         self._sock = sock
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ended.set()
+
+    async def main_loop(self) -> None:
+        """Does not look ten times a second, as uvicorn's does, whether it is to end."""
+        await self._ended.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
 
@@ -59,6 +60,18 @@ class Connections(UvicornState):
 
     is_draining = False
     _said_full_s = -math.inf
+    _dated_s = 0
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """Those of each response: the date, made when it is asked for, as an idle server has no use for a clock."""
+        if (now_s := int(time.time())) != self._dated_s:
+            self._dated_s, self._dated = now_s, [(b"date", formatdate(now_s, usegmt=True).encode())]
+        return self._dated
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._dated = headers
 
     def is_full(self, descriptor: int) -> bool:
         """Whether a connection with this file descriptor, the lowest that was free, takes one of those that are kept
