@@ -15,6 +15,7 @@ such a page's requests without a key.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -25,7 +26,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.options.option import secret_bytes
-from headrace.frontend.http.server.connection import AUTHORITY
+from headrace.frontend.http.server.connection import HOSTS
 from headrace.frontend.http.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -66,10 +67,8 @@ class Keys:
         """An id for each key that opens the routes of clients; without such keys the one of everybody."""
         return tuple(map(_tenant, self._known)) if self.guards_clients else ("",)
 
-    def find(self, key: bytes | None) -> Caller | None:
+    def find(self, key: bytes) -> Caller | None:
         """Whose key it is; None for a wrong one. Compares with every key, each in constant time."""
-        if key is None:
-            return None
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._known]
         return Caller(_tenant(digest), self._known[digest]) if any(matches) else None
@@ -94,11 +93,14 @@ class AccessControl:
     def check(self, exchange: Exchange, *, is_public: bool) -> None:
         """For a request to any path. Sets the exchange's tenant. Raises ApiError (401, 403)."""
         if not self.keys.guards_clients:
-            if self.keys.find(_key_of(exchange)) is None:  # an admin's key, which no page has
-                self._check_host(exchange)
-                self._check_page(exchange)
+            if self._caller(exchange) is None:  # an admin's key, which no page has
+                host = self.unknown_host(exchange.scope, exchange.connection)
+                if host is not None:
+                    raise _not_named(host)
+                if b"origin" in exchange.headers or b"sec-fetch-site" in exchange.headers:
+                    self._check_page(exchange)
         elif not is_public:
-            caller = self.keys.find(_key_of(exchange))
+            caller = self._caller(exchange)
             if caller is None:
                 raise _unauthorized("the API key is missing or wrong")
             exchange.tenant = caller.tenant
@@ -106,7 +108,7 @@ class AccessControl:
     def check_admin(self, exchange: Exchange) -> None:
         """For a route of the kind ADMIN, after `check`. Raises ApiError (401, 403)."""
         if self.keys.guards_admins:
-            caller = self.keys.find(_key_of(exchange))
+            caller = self._caller(exchange)
             if caller is None:
                 raise _unauthorized("this route needs an admin key (the server's option --admin-api-key)")
             if not caller.is_admin:
@@ -122,24 +124,22 @@ class AccessControl:
                 "(loopback or a Unix socket, not through a proxy); start the server with --admin-api-key for others"
             )
 
+    def _caller(self, exchange: Exchange) -> Caller | None:
+        """Whose key the request has; None without a key, or for a wrong one."""
+        scheme, _, bearer = exchange.headers.get(b"authorization", b"").partition(b" ")
+        key = bearer.strip() if scheme.lower() == b"bearer" else exchange.headers.get(b"x-api-key")
+        return None if key is None else self.keys.find(key)
+
     def unknown_host(self, scope: Scope, connection: Connection) -> str | None:
         """The host that a request is for, if it is not known to mean this server; with API keys every host is. A client
         of HTTP/1.0 may name none, as no browser does; and no browser connects to a Unix socket."""
-        headers: Headers = scope["headers"]
-        if self.keys.guards_clients or (_family(connection) == socket.AF_UNIX and is_local(headers, connection)):
+        for host in scope["extensions"][HOSTS]:
+            if not self._hosts.have(host):
+                break
+        else:
             return None
-        named = (_header(headers, b"host"), scope["extensions"][AUTHORITY])
-        return next((host for host in named if host is not None and not self._hosts.have(host)), None)
-
-    def _check_host(self, exchange: Exchange) -> None:
-        host = self.unknown_host(exchange.scope, exchange.connection)
-        if host is not None:
-            raise ApiError(
-                HTTPStatus.FORBIDDEN,
-                f"this server has no keys and does not answer to the name {host!r:.200}, it may be a web page's: use "
-                "localhost or an IP address, allow it with --allowed-hosts, or start the server with --api-key",
-                code="host_not_allowed",
-            )
+        is_excused = _family(connection) == socket.AF_UNIX and is_local(scope["headers"], connection)
+        return None if self.keys.guards_clients or is_excused else host
 
     def _check_page(self, exchange: Exchange) -> None:
         """Raises ApiError (403) for a request that a browser sends for a page of another site. Following a link is not
@@ -159,6 +159,15 @@ class AccessControl:
             )
 
 
+def _not_named(host: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.FORBIDDEN,
+        f"this server has no keys and does not answer to the name {host!r:.200}, it may be a web page's: use "
+        "localhost or an IP address, allow it with --allowed-hosts, or start the server with --api-key",
+        code="host_not_allowed",
+    )
+
+
 def _unauthorized(why: str) -> ApiError:
     message = f"{why}: send Authorization: Bearer KEY, or x-api-key: KEY"
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
@@ -166,11 +175,6 @@ def _unauthorized(why: str) -> ApiError:
 
 def _forbidden(why: str) -> ApiError:
     return ApiError(HTTPStatus.FORBIDDEN, why, type="permission_error", code="admin_key_required")
-
-
-def _key_of(exchange: Exchange) -> bytes | None:
-    scheme, _, bearer = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
-    return bearer.strip() if scheme.lower() == b"bearer" else exchange.header_bytes(b"x-api-key")
 
 
 # --- callers on this machine -----------------------------------------------------------------------------------------
@@ -208,15 +212,14 @@ def _family(connection: Connection) -> int | None:
     return None if sock is None else sock.family
 
 
-def _header(headers: Headers, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in headers if key == name), None)
-
-
 # --- names of hosts --------------------------------------------------------------------------------------------------
 
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::(\d*))?")
+_NAMES_KEPT = 32
+"""Names whose meaning is remembered: a server's clients send the same ones with each request."""
 
 
+@functools.lru_cache(_NAMES_KEPT)
 def _split(authority: str) -> tuple[str, str]:
     """(name, port) of HOST, HOST:PORT or [ADDRESS]:PORT, the name in lower case and without its final dot. The name is
     empty if it is none of these."""
@@ -245,6 +248,7 @@ def _ascii(name: str) -> str:
     return name if name.isascii() else name.encode("idna").decode()
 
 
+@functools.lru_cache(_NAMES_KEPT)
 def _is_address(name: str) -> bool:
     is_bracketed = name.startswith("[")
     try:

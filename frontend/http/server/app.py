@@ -26,7 +26,6 @@ from headrace.frontend.http.server.access import Access, AccessControl
 from headrace.frontend.http.server.connection import EXTENSION
 from headrace.frontend.http.server.errors import ApiError, shortened
 from headrace.frontend.http.server.exchange import ClientGoneError, Exchange, Receive, Scope, Send
-from headrace.frontend.http.server.metrics import Handler
 from headrace.frontend.http.server.request_log import RequestLine
 from headrace.frontend.http.server.route_spec import RouteSpec
 from headrace.frontend.http.server.state import ServerState
@@ -117,15 +116,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options, self._state.bodies, self._state.finder)
-        scope[EXCHANGE] = exchange
-        if scope["path"] == options.root_path:
-            scope["path"] += "/"
-        elif scope["path"].endswith("/"):
-            self._drop_slash(scope, options.root_path)
-        self._set_form(exchange, scope["path"].removeprefix(options.root_path))
-        # Set here, not by uvicorn, which would prepend it to the path: some proxies strip the prefix, others keep it.
-        scope["root_path"] = options.root_path
-        scope["app"] = self  # without it, Starlette answers a wrong method itself, in plain text
+        path = self._begin(exchange, scope)
         began_s = time.monotonic()
         outcome = "done"
         line = RequestLine.begin() if options.enable_log_requests else None
@@ -135,10 +126,13 @@ class App:
         self._state.pages.in_flight(1)
         self._state.collector.busy(1)
         try:
-            path = scope["path"].removeprefix(options.root_path)
             is_public = path in self._public and (scope["method"], path) not in self._guarded
             self._access.check(exchange, is_public=is_public)
-            await self._route(path, scope, receive, send)
+            if (endpoint := self._endpoints.get((scope["method"], path))) is not None:
+                scope["endpoint"] = endpoint
+                await endpoint(scope, receive, send)
+            else:
+                await self._search(path, scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"
             if (refusal := exchange.connection.refusal) is not None and not exchange.started:
@@ -163,7 +157,9 @@ class App:
             exchange.close()
             self._state.pages.in_flight(-1)
             self._state.collector.busy(-1)
-            self._state.pages.http_request(self._handler_of(scope), exchange.status, time.monotonic() - began_s)
+            endpoint = scope.get("endpoint") or self._matching(scope)
+            handler = endpoint.handler if isinstance(endpoint, _Endpoint) else None
+            self._state.pages.http_request(handler, exchange.status, time.monotonic() - began_s)
             self._state.publish_counts()
             if line is not None:
                 self._log(line, scope, exchange, outcome, time.monotonic() - began_s)
@@ -177,12 +173,10 @@ class App:
         level = logging.DEBUG if is_probe else logging.INFO
         line.write(level, scope, id=id, status=exchange.status, outcome=outcome, duration_s=duration_s)
 
-    def _handler_of(self, scope: Scope) -> Handler | None:
-        """The route of a request, whether it was let through or not."""
-        if (endpoint := scope.get("endpoint")) is None:  # Starlette's router has not come to it
-            found = (route for route in self._router.routes if route.matches(scope)[0] == Match.FULL)
-            endpoint = next((getattr(route, "endpoint", None) for route in found), None)
-        return endpoint.handler if isinstance(endpoint, _Endpoint) else None
+    def _matching(self, scope: Scope) -> Any:
+        """The endpoint of a request that was not let through, so that Starlette's router has not come to it."""
+        found = (route for route in self._router.routes if route.matches(scope)[0] == Match.FULL)
+        return next((getattr(route, "endpoint", None) for route in found), None)
 
     def _drop_slash(self, scope: Scope, root_path: str) -> None:
         """A route's path may end in a slash, which clients add that join paths to a base address."""
@@ -195,19 +189,27 @@ class App:
         matching = [route for route in self._router.routes if route.matches(scope)[0] != Match.NONE]
         return {method for route in matching for method in getattr(route, "methods", None) or ()}
 
-    def _set_form(self, exchange: Exchange, path: str) -> None:
-        """Sets how errors are encoded and which content types are accepted for a path, also for one without a route."""
+    def _begin(self, exchange: Exchange, scope: Scope) -> str:
+        """The path without root_path. Sets how errors are encoded and which content types are accepted for it, also if
+        it has no route."""
+        scope[EXCHANGE] = exchange
+        root_path = self._state.options.root_path
+        if scope["path"] == root_path:
+            scope["path"] += "/"
+        elif scope["path"].endswith("/"):
+            self._drop_slash(scope, root_path)
+        # Set here, not by uvicorn, which would prepend it to the path: some proxies strip the prefix, others keep it.
+        scope["root_path"] = root_path
+        scope["app"] = self  # without it, Starlette answers a wrong method itself, in plain text
+        path: str = scope["path"].removeprefix(root_path)
         if (spec := self._specs.get(path)) is not None:
             exchange.error_body, exchange.takes_any_type = spec.error_body, spec.takes_any_type
         elif (prefix := next(filter(path.startswith, self._error_bodies), None)) is not None:
             exchange.error_body = self._error_bodies[prefix]
+        return path
 
-    async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """path: without root_path."""
-        if (endpoint := self._endpoints.get((scope["method"], path))) is not None:
-            scope["endpoint"] = endpoint
-            await endpoint(scope, receive, send)
-            return
+    async def _search(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """For a path that is not one of a route without parameters; path: without root_path."""
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
@@ -236,7 +238,7 @@ class _Endpoint:
         exchange: Exchange = scope[EXCHANGE]
         spec = self._spec
         for each in self._variants:
-            if each.header is not None and exchange.header_bytes(each.header) is not None:
+            if each.header in exchange.headers:
                 spec, exchange.error_body = each, each.error_body
         if spec.access is Access.ADMIN:
             self._state.access.check_admin(exchange)

@@ -35,9 +35,9 @@ from headrace.frontend.http.server.errors import ApiError, unavailable
 from headrace.ipc.process.resources import file_limit
 
 logger = logging.getLogger(__name__)
-EXTENSION, AUTHORITY = "headrace.connection", "headrace.authority"
-"""In a scope's extensions: the connection, and HOST[:PORT] of a request target in absolute form (RFC 9112, 3.2.2), None
-for the usual form."""
+EXTENSION, HOSTS = "headrace.connection", "headrace.hosts"
+"""In a scope's extensions: the connection, and each HOST[:PORT] that the request names, in its header Host or a request
+target in absolute form (RFC 9112, 3.2.2)."""
 MOST_SPARE_FILES = 64
 _SAYS_FULL_EVERY_S = 10.0
 MAX_HEADER_BYTES = 64 << 10
@@ -135,7 +135,8 @@ class Connection(HttpToolsProtocol):
         self._await_headers()
         socket = transport.get_extra_info("socket")
         state = self.server_state
-        if socket is not None and isinstance(state, Connections) and state.is_full(socket.fileno()):
+        self._shared = state if isinstance(state, Connections) else Connections()
+        if socket is not None and self._shared.is_full(socket.fileno()):
             self._refuse(unavailable("this server has as many connections as it may", code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -221,13 +222,9 @@ class Connection(HttpToolsProtocol):
         if cycle.response_started:
             if self.on_half_closed is not None and not cycle.response_complete:
                 self.on_half_closed()
-        elif self._speaks_11(cycle):
+        elif cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probe_timer = self.loop.call_later(pause_s, self._probe, min(2 * pause_s, _LONGEST_PROBE_S))
-
-    @staticmethod
-    def _speaks_11(cycle: RequestResponseCycle) -> bool:
-        return bool(cycle.scope["http_version"] == "1.1")
 
     def data_received(self, data: bytes) -> None:
         if self.refusal is not None:
@@ -244,10 +241,6 @@ class Connection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         """A request has arrived in full, and its response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-
-    @property
-    def _drains(self) -> bool:
-        return isinstance(self.server_state, Connections) and self.server_state.is_draining
 
     def _parse(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
@@ -288,44 +281,48 @@ class Connection(HttpToolsProtocol):
         self._num_header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        self._count_header(len(url))
+        self._num_header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_headers:  # no route reads trailers
-            self._count_header(len(name) + len(value) + len(b": \r\n"))
+            self._num_header_bytes += len(name) + len(value) + len(b": \r\n")
             super().on_header(name, value)
-
-    def _count_header(self, num_bytes: int) -> None:
-        """Refuses headers that are too large in all, also where they come in one read with what follows them."""
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            self._stop_parsing(431, _TOO_LARGE.format(what="headers"))
 
     def on_headers_complete(self) -> None:
         self._headers_are_here()
         self._num_unframed_bytes = 0
         self._is_in_headers = False
-        self._check_headers()
+        hosts = self._check_headers()
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
             return
-        extensions: dict[str, Any] = {EXTENSION: self, AUTHORITY: _authority(self.url)}
+        if not self.url.startswith(b"/") and (authority := _authority(self.url)) is not None:
+            hosts.append(authority)
+        extensions: dict[str, Any] = {EXTENSION: self, HOSTS: hosts}
         self.scope["extensions"] = extensions
         super().on_headers_complete()
         self._is_in_body = True
-        if self._drains:
+        if self._shared.is_draining:
             self.close_after_last()
 
-    def _check_headers(self) -> None:
+    def _check_headers(self) -> list[str]:
+        """Returns the value of the header Host, if there is one."""
+        if self._num_header_bytes > MAX_HEADER_BYTES:  # all in one read, else `_parse` has counted them
+            self._stop_parsing(431, _TOO_LARGE.format(what="headers"))
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop_parsing(505, "HTTP/1.1 is spoken here")
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+        hosts: list[str] = []
+        codings: list[bytes] = []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value.decode("latin-1"))
+            elif name == b"transfer-encoding":
+                codings.append(value.strip().lower())
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
             self._stop_parsing(400, "a request has one Host header")
         # Request smuggling: a proxy that delimits a body differently would miss a request, so only one way is accepted.
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and version == "1.0":
             self._stop_parsing(400, "HTTP/1.0 has no Transfer-Encoding")
         if codings not in ([], [b"chunked"]):
@@ -334,6 +331,7 @@ class Connection(HttpToolsProtocol):
             self._stop_parsing(405, "this is no proxy")
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parsing(429, f"more than {MAX_PIPELINED} requests wait on this connection")
+        return hosts
 
     def _stop_parsing(self, status: int, message: str) -> None:
         self.refusal = ApiError(status, message)
@@ -352,9 +350,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering, self._is_last_closing = cycle, False
-        if self._drains:
+        if self._shared.is_draining:
             self.close_after_last()
-        super()._start_asgi_task(cycle, app if self._speaks_11(cycle) else _WithoutChunks(cycle, app))
+        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] == "1.1" else _WithoutChunks(cycle, app))
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
@@ -535,7 +533,7 @@ class _WithoutChunks:
 def _authority(target: bytes) -> str | None:
     """HOST[:PORT] of a request target in absolute form."""
     _, separator, rest = target.partition(b"://")
-    if target.startswith(b"/") or not separator:
+    if not separator:
         return None
     return re.split(rb"[/?#]", rest, maxsplit=1)[0].rpartition(b"@")[2].decode("latin-1")
 

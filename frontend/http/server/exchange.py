@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
@@ -103,14 +103,12 @@ class LargeBodies:
         self._num_bytes -= num_bytes
         self._bytes_of[tenant] -= num_bytes
 
-    async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
+    def run(self, body: bytes, make: Callable[[bytes], T]) -> Awaitable[T]:
         """Returns make(body), run in a thread unless the body is small. Raises ApiError, and what `make` raises, which
         may be called twice (`without_blocking`)."""
         if len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS:
-            return await without_blocking(functools.partial(make, body))
-        only = [body]
-        del body  # an exception's traceback refers to this frame, and would keep the body alive
-        return await asyncio.get_running_loop().run_in_executor(self.threads, _make, only, make)
+            return without_blocking(functools.partial(make, body))
+        return asyncio.get_running_loop().run_in_executor(self.threads, _make, [body], make)
 
     async def work(self, num_bytes: int, make: Callable[[], T]) -> T:
         """Returns make(), run in a thread if it works on more than INLINE_BYTES of decoded data. It may be called twice
@@ -228,7 +226,8 @@ class Exchange:
         self.scope, self.receive, self._finder = scope, receive, finder
         self._bodies = bodies
         self._send = send
-        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several of a name, the first
+        self.headers: Mapping[bytes, bytes] = dict(reversed(scope["headers"]))
+        """Of several of a name, the first."""
         # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
         self.connection: Connection = scope["extensions"].pop(EXTENSION)
         self._tells_id = options.enable_request_id_headers
@@ -256,7 +255,7 @@ class Exchange:
         self.status = self.status or message["status"]
         if message["type"] == "http.response.start":
             headers = message["headers"]
-            if any(name == b"content-length" for name, _ in headers):  # a whole answer, whose body follows
+            if b"content-length" in dict(headers):  # a whole answer, whose body follows
                 self.connection.hold_head()
             if self.headers_at_start is not None:
                 message = {**message, "headers": (headers := [*headers, *await self.headers_at_start()])}
@@ -266,11 +265,8 @@ class Exchange:
         self._num_answer_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    def header_bytes(self, name: bytes) -> bytes | None:
-        return self._headers.get(name)
-
     def header(self, name: bytes) -> str | None:
-        value = self.header_bytes(name)
+        value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     def query(self) -> str:
@@ -312,8 +308,12 @@ class Exchange:
         self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
-        types = [_read_type(value) for name, value in self.scope["headers"] if name == b"content-type"]
-        is_json = bool(types) and all(each.is_json for each in types)
+        charset = ""
+        is_json = b"content-type" in self.headers
+        for name, value in self.scope["headers"]:
+            if name == b"content-type":
+                found = _read_type(value)
+                charset, is_json = charset or found.charset, is_json and found.is_json
         # Any other type could come from a form of a foreign web page, which browsers send without a CORS preflight.
         if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
@@ -321,13 +321,14 @@ class Exchange:
                 "Unsupported Media Type: the body must be JSON, sent with Content-Type: application/json",
                 code="unsupported_media_type",
             )
-        if (coding := self.header(b"content-encoding") or "identity").strip().lower() != "identity":
+        if (coding := self.headers.get(b"content-encoding") or b"identity").strip().lower() != b"identity":
+            told = coding[:40].decode("latin-1")
             raise ApiError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"the body is sent with Content-Encoding: {coding[:40]}, which is not read here; send it as it is",
+                f"the body is sent with Content-Encoding: {told}, which is not read here; send it as it is",
                 code="unsupported_encoding",
             )
-        return as_utf8(await self._read_body(), types[0].charset if types else "")
+        return as_utf8(await self._read_body(), charset)
 
     def _is_of_a_page(self) -> bool:
         """Whether a browser sent the request for a web page. Browsers add Origin to every POST (`null` if the origin is
@@ -339,7 +340,9 @@ class Exchange:
 
         named: the id in the body, if any, which takes precedence over the header.
         """
-        name = named or self._name or self.header(b"x-request-id")
+        name = named or self._name
+        if name is None and (value := self.headers.get(b"x-request-id")) is not None:
+            name = value.decode("latin-1")
         if name is None:
             import uuid
 
@@ -379,7 +382,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _read_body(self) -> bytes:
-        length = self.header(b"content-length")
+        length = self.headers.get(b"content-length")
         if length is not None and int(length) > self._max_body_bytes:
             raise self._too_large()
         parts: list[bytes] = []

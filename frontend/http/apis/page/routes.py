@@ -56,7 +56,7 @@ async def _send_file(state: ServerState, exchange: Exchange, *, name: str) -> No
     body, tag = _file(name, state.options.root_path)
     content_type = f"{_TYPES[Path(name).suffix]}; charset=utf-8"
     headers = [*_HEADERS, (b"etag", tag), (b"content-type", content_type.encode())]
-    is_known = tag in (exchange.header_bytes(b"if-none-match") or b"")
+    is_known = tag in (exchange.headers.get(b"if-none-match", b""))
     status = HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK
     body = b"" if is_known else body
     if not is_known:

@@ -32,7 +32,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
 Others = Mapping[type[msgspec.Struct], Mapping[str, Neutral | SameAs]]
 """By kind of request, the fields that it lacks."""
-NOTHING: Others = types.MappingProxyType({})
+NOTHING: Mapping[Any, Any] = types.MappingProxyType({})
 MOST_MESSAGES = 16384
 """Most messages of a conversation, or conversations of a batch."""
 
@@ -65,16 +65,13 @@ class RequestDecoder:
         return self._request(fields, kind)
 
     def _request(self, fields: dict[str, Any], kind: type[S]) -> S:
-        taken_as = self._take_others(fields, kind)
-        fields.update({name: list_in_text(fields[name]) for name in LISTS_IN_TEXT if name in fields})
-        known = kind.__struct_fields__
-        unknown = [name for name in fields if name not in known]
-        for name in unknown:
-            # Finding the closest known name is too slow to do for many fields.
-            if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
-                raise _unknown(name, known)
-            del fields[name]
-            self._note_ignored(name)
+        lacking = self._others.get(kind, NOTHING)
+        taken_as = {} if lacking.keys().isdisjoint(fields) else self._take_others(fields, kind)
+        for name in LISTS_IN_TEXT:
+            if name in fields:
+                fields[name] = list_in_text(fields[name])
+        if unknown := set(fields).difference(kind.__struct_fields__):
+            self._drop_unknown(fields, unknown, kind.__struct_fields__)
         for name, known_inside in getattr(kind, "inner_fields", {}).items():
             for inner in fields[name] if isinstance(fields.get(name), dict) else ():
                 if inner not in known_inside and fields[name][inner] is not None:
@@ -83,8 +80,18 @@ class RequestDecoder:
             self._check_messages(fields.get("messages"), message_kind)
         if (check := getattr(kind, "check_fields", None)) is not None:
             check(fields)
+        if not taken_as:
+            return self._convert(fields, kind)
         with renamed(taken_as):
             return self._convert(fields, kind)
+
+    def _drop_unknown(self, fields: dict[str, Any], unknown: set[str], known: tuple[str, ...]) -> None:
+        for name in [name for name in fields if name in unknown]:
+            # Finding the closest known name is too slow to do for many fields.
+            if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
+                raise _unknown(name, known)
+            del fields[name]
+            self._note_ignored(name)
 
     def _convert(self, fields: dict[str, Any], kind: type[S]) -> S:
         try:
@@ -106,7 +113,7 @@ class RequestDecoder:
     def _take_others(self, fields: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, str]:
         """Replaces the fields that this kind of request lacks by what they mean, or removes them. Raises ApiError for
         one that is refused. Returns the names that the request has for the fields that it sets in this way."""
-        table, taken_as = self._others.get(kind, {}), {}
+        table, taken_as = self._others[kind], {}
         for name in [name for name in fields if name in table]:
             value, other = fields.pop(name), table[name]
             if value is None:
@@ -135,12 +142,16 @@ class RequestDecoder:
 
     def _check_messages(self, messages: Any, kind: type[msgspec.Struct]) -> None:
         """Raises ApiError for fields of messages, by the rules for those of the body."""
-        known, unknown = kind.__struct_fields__, set()
         unread = getattr(kind, "unread", ())
-        read = frozenset(known) - frozenset(unread)
-        for where, message in _each_message(messages if isinstance(messages, list) else ()):
-            if message.keys() <= read:
-                continue
+        read = set(kind.__struct_fields__).difference(unread)
+        for message in messages if isinstance(messages, list) else ():
+            if not (isinstance(message, dict) and message.keys() <= read):
+                self._check_odd_messages(messages, kind.__struct_fields__, unread)
+                return
+
+    def _check_odd_messages(self, messages: list[Any], known: tuple[str, ...], unread: tuple[str, ...]) -> None:
+        unknown = set[str]()
+        for where, message in _each_message(messages):
             for name in message:
                 if name in known:
                     if self._strict and name in unread and message[name] is not None:
