@@ -35,6 +35,12 @@ class Deadline:
     def passed(self) -> bool:
         return self._end_s is not None and time.monotonic() >= self._end_s
 
+    def poll(self, poller: select.poll, what: str) -> None:
+        """Waits until one of the poller's files is ready. Raises WaitTimeoutError."""
+        left_ms = None if self._end_s is None else max(0.0, 1e3 * (self._end_s - time.monotonic()))
+        if not poller.poll(left_ms):
+            raise self.fail(what)
+
     def fail(self, what: str) -> WaitTimeoutError:
         return WaitTimeoutError(f"{what} did not happen within {self.total_s:g} s")
 

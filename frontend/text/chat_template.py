@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from headrace.frontend.text.template_renderer import TemplateLimitError, renderer
+from headrace.frontend.text.template_renderer import TemplateLimitError, renderer, text_of
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.process.regular_files import read_text
 
@@ -108,11 +108,11 @@ def render_chats(
     try:
         with_parts = _roles_with_parts(template) if content_format == "auto" else frozenset()
         common = {
-            "tools": _plain_mappings("tools", tools),
-            "documents": _plain_mappings("documents", documents),
+            "tools": None if tools is None else _plain_mappings("tools", tools),
+            "documents": None if documents is None else _plain_mappings("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        others = _plain(variables or {})
+        others = _plain_mapping(variables or {})
         for messages in conversations:
             chat = _plain_messages(messages, with_parts, wraps_text=content_format == "openai")
             final_texts.append(_mark_end(chat) if continue_final_message else "")
@@ -122,7 +122,7 @@ def render_chats(
             "messages, tools or other variables of the chat template are nested too deeply"
         ) from None
     if len(contexts) == 1:
-        rendered: Iterator[str] = iter([renderer().render(template, contexts[0])])
+        rendered: Iterator[str] = map(text_of, renderer().outputs(template, contexts[0]))
     else:
         rendered = renderer().render_all(template, contexts)
     if not continue_final_message:
@@ -151,7 +151,8 @@ def _shows_parts(template: str, role: str) -> bool:
     after = [] if role in ("user", "tool") else [{"role": "user", "content": "x"}]
     context = {"messages": [*_BEFORE[role], message, *after], "tools": None, "documents": None}
     try:
-        shown = renderer().render(template, _marshalled({**context, "add_generation_prompt": True}))
+        (output,) = renderer().outputs(template, _marshalled({**context, "add_generation_prompt": True}))
+        shown = text_of(output)
     except TemplateLimitError:
         raise
     except InvalidRequestError:
@@ -175,7 +176,7 @@ def _plain_messages(
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequestError(f"messages[{index}] must be a dict with a 'role', not {message!r:.100}")
         # APIs write absent fields as None, which templates would print; a missing key they handle.
-        plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        plain = _plain_mapping(message, has_absent=True)
         if wraps_text and isinstance(plain.get("content"), str):
             plain["content"] = [plain["content"]] if plain["content"] else []
         if isinstance(plain.get("content"), list | tuple):
@@ -184,9 +185,10 @@ def _plain_messages(
             plain["content"] = (
                 [_as_template_part(part) for part in plain["content"]] if keeps_parts else "\n".join(texts)
             )
-        reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
-        if reasoning is not None:
-            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        for name in _REASONING_NAMES:
+            if name in plain:
+                plain = {"thinking": plain[name], **plain, "reasoning_content": plain[name]}
+                break
         chat.append(plain)
     return chat
 
@@ -198,7 +200,10 @@ def complete_message(message: Message, where: str) -> dict[str, Any]:
     Arguments that are not a JSON object were written by a model earlier; they become empty, since a refusal would
     repeat at each later turn. Raises InvalidRequestError for malformed calls.
     """
-    complete = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    complete: dict[str, Any] = {"content": ""}
+    for name, value in message.items():
+        if value is not None:
+            complete[name] = value
     if message.get("role") == "assistant" and isinstance(parts := complete["content"], list | tuple):
         thoughts = {index: text for index, part in enumerate(parts) if (text := _thought_of(part, where)) is not None}
         if thoughts:
@@ -274,9 +279,7 @@ def _as_template_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
     return {**part, "type": "text", "text": part["text" if "text" in part else "refusal"]}
 
 
-def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    if values is None:
-        return None
+def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise InvalidRequestError(f"{name} must be a list of dicts, not {type(values).__name__}")
     for index, value in enumerate(values):
@@ -284,17 +287,31 @@ def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> li
             raise InvalidRequestError(
                 f"{name}[{index}] must be a dict (for a tool: its JSON schema), not {value!r:.100}"
             )
-    return [_plain(value) for value in values]
+    return [_plain_mapping(value) for value in values]
+
+
+_AS_THEY_ARE = (type(None), str, int, float, bool)
+
+
+def _plain_mapping(values: Mapping[Any, Any], *, has_absent: bool = False) -> dict[Any, Any]:
+    """has_absent: entries that are None are left out."""
+    plain = {}
+    for key, value in values.items():
+        if value is None and has_absent:
+            continue
+        kept = value if type(value) in _AS_THEY_ARE else _plain(value)
+        plain[key if type(key) in _AS_THEY_ARE else _plain(key)] = kept
+    return plain
 
 
 def _plain(value: Any) -> Any:
     """A copy made of JSON's types only, since a template must not reach an object's methods."""
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return _plain_mapping(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, tuple):

@@ -34,6 +34,17 @@ _SERVICE_LINE = re.compile(r"x-anthropic-[\w-]+:[^\n]*(?:\n|$)")
 may change at each request: no prefix behind it would ever be found in the cache."""
 
 
+def may_move(messages: Sequence[Message]) -> bool:
+    """Whether `place_instructions` may change something: there are instructions, or a text behind a tool's result."""
+    before = None
+    for message in messages:
+        role = message.get("role")
+        if role in ROLES or (before, role) == _BEHIND_RESULT:
+            return True
+        before = role
+    return False
+
+
 def place_instructions(
     template: str, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
 ) -> Sequence[Message]:

@@ -104,16 +104,26 @@ class TemplateRenderer:
 
     def check(self, template: str) -> None:
         """Raises InvalidRequestError if the text is no template."""
-        self._answer(Rendering(template, (), MOST_COMPUTING_S, LONGEST_S))
+        self.outputs(template)
 
-    def render(self, template: str, context: bytes) -> str:
-        """The output. Raises InvalidRequestError, with the template's own words where it refuses the messages."""
-        left_s = _here.left_s
+    def outputs(self, template: str, *contexts: bytes) -> Sequence[Output]:
+        """What the template makes of each context, all within the limits of one. Raises InvalidRequestError if it is no
+        template, TemplateLimitError, and in `without_blocking` StillRenderingError."""
+        left_s, num_ends = _here.left_s, self.num_ends
         most_s = MOST_COMPUTING_S if left_s is None else max(left_s, _LEAST_S)
-        answer = self._answer(Rendering(template, (context,), most_s, LONGEST_S))
+        asked, answer = Rendering(template, contexts, most_s, LONGEST_S), None
+        for _ in range(2):  # the process may have been killed from outside
+            if (begun := self._begun(asked)) is not None:
+                answer = self._finish(begun, INLINE_S if _here.is_brief else None)
+            if answer is not None or num_ends != self.num_ends:
+                break
+        if answer is None:
+            raise HeadraceError("the process that renders chat templates was ended")
+        if answer.invalid:
+            raise InvalidRequestError(f"the chat template is not valid: {answer.invalid}")
         if left_s is not None:
             _here.left_s = left_s - answer.used_s
-        return _text(answer.outputs[0])
+        return answer.outputs
 
     def render_all(self, template: str, contexts: Sequence[bytes]) -> Iterator[str]:
         """The outputs in order. The next are rendered while the caller works with those that it has. Raises
@@ -135,43 +145,29 @@ class TemplateRenderer:
                     sent = self._sent(lane, asked(following))
                 for context, output in itertools.zip_longest(part, outputs):
                     # What did not succeed together has the limits for itself.
-                    yield self.render(template, context) if output is None or output.is_limit else _text(output)
+                    is_cut = output is None or output.is_limit
+                    yield text_of(self.outputs(template, context)[0] if is_cut else output)
         finally:
             _received(sent)
             self._give(lane)
 
-    def _answer(self, asked: Rendering) -> Rendered:
-        """Raises InvalidRequestError if the template is none, or reached a limit."""
-        num_ends, answer = self.num_ends, self._attempt(asked)
-        if answer is None and num_ends == self.num_ends:  # the process may have been killed from outside
-            answer = self._attempt(asked)
-        if answer is None:
-            raise HeadraceError("the process that renders chat templates was ended")
-        if answer.invalid:
-            raise InvalidRequestError(f"the chat template is not valid: {answer.invalid}")
-        return answer
-
-    def _attempt(self, asked: Rendering) -> Rendered | None:
-        """None if a process was killed from outside. Raises TemplateLimitError, StillRenderingError."""
+    def _begun(self, asked: Rendering) -> _Begun | None:
+        """This rendering, which this thread goes on with or begins; None if the process was killed from outside."""
         begun, _here.begun = _here.begun, None
-        if begun is not None and (begun.asked.template, begun.asked.contexts) != (asked.template, asked.contexts):
+        if begun is not None:
+            if (begun.asked.template, begun.asked.contexts) == (asked.template, asked.contexts):
+                return begun
             self.drop(begun)
-            begun = None
-        if begun is None:
-            lane = self._take()
-            if (sent := self._sent(lane, asked)) is None:
-                self._give(lane)
-                return None
-            begun = _Begun(lane, asked, sent)
-        if not _here.is_brief:
-            return self._finish(begun)
+        lane = self._take()
         try:
-            return self._finish(begun, INLINE_S)
-        except WaitTimeoutError:
-            raise StillRenderingError(begun) from None
+            return _Begun(lane, asked, self._helper.send(lane, asked, LONGEST_S))
+        except ChannelClosedError:
+            self._give(lane)
+            return None
 
     def _finish(self, begun: _Begun, most_wait_s: float | None = None) -> Rendered | None:
-        """The answer. Raises TemplateLimitError, and WaitTimeoutError after most_wait_s: the lane is kept then."""
+        """The answer; None if the process was killed from outside. Raises TemplateLimitError, and StillRenderingError
+        after most_wait_s: the lane is kept then."""
         keeps_lane = False
         try:
             if most_wait_s is None:
@@ -181,7 +177,7 @@ class TemplateRenderer:
         except WaitTimeoutError:
             keeps_lane = most_wait_s is not None
             if keeps_lane:
-                raise
+                raise StillRenderingError(begun) from None
             answer = WorkerEnded(-signal.SIGALRM)
         except ChannelClosedError:
             return None
@@ -211,10 +207,11 @@ class TemplateRenderer:
     def _take(self) -> int:
         """A free lane. Raises StillRenderingError, QueueFullError."""
         with self._has_free:
-            if not self._free and _here.is_brief:
-                raise StillRenderingError(None)
-            if not self._has_free.wait_for(lambda: self._free, LONGEST_S):
-                raise QueueFullError("the chat templates of other requests are being rendered; try again")
+            if not self._free:
+                if _here.is_brief:
+                    raise StillRenderingError(None)
+                if not self._has_free.wait_for(lambda: self._free, LONGEST_S):
+                    raise QueueFullError("the chat templates of other requests are being rendered; try again")
             return self._free.pop()
 
     def _give(self, lane: int) -> None:
@@ -247,7 +244,8 @@ def _parts(contexts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
         yield tuple(part)
 
 
-def _text(output: Output) -> str:
+def text_of(output: Output) -> str:
+    """Raises InvalidRequestError, with the template's own words where it refuses the messages."""
     if output.problem:
         raise (TemplateLimitError if output.is_limit else InvalidRequestError)(output.problem)
     return output.text.decode("utf-8", "surrogatepass")

@@ -140,7 +140,9 @@ class Helper:
 
     def send(self, lane: int, message: Any, most_wait_s: float) -> Sent:
         """Passes work to the lane's worker; one answer follows. Raises HelperEndedError if the helper has ended."""
-        running = self._begin()
+        running = self._running
+        if running is None or self._is_stopped:
+            running = self._begin()
         try:
             running.channels[lane].send(message, Deadline(most_wait_s))
         except (ChannelClosedError, WaitTimeoutError) as error:

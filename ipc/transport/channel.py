@@ -70,6 +70,9 @@ class Seal:
         return mac.digest()
 
 
+_AWAITED = "a message from the other process"
+
+
 class Channel:
     """One end of the channel. `receives` is the union of its incoming messages. Any thread may send; one receives."""
 
@@ -112,17 +115,15 @@ class Channel:
             parts = [_LENGTH.pack(len(header)), header, mac]
             if len(header) < _PART_BYTES:
                 parts = [b"".join(parts)]  # several would wake up the receiver several times
-            for data in parts:
-                self._send_all(memoryview(data), deadline)
-
-    def _send_all(self, data: memoryview, deadline: Deadline | None) -> None:
-        while data:
-            try:
-                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                _wait(self._can_send, deadline, "taking a message from the channel")
-            except OSError as error:
-                raise ChannelClosedError(f"the other process is gone ({error})") from error
+            for part in parts:
+                data = memoryview(part)
+                while data:
+                    try:
+                        data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+                    except BlockingIOError:
+                        (deadline or Deadline(None)).poll(self._can_send, "taking a message from the channel")
+                    except OSError as error:
+                        raise ChannelClosedError(f"the other process is gone ({error})") from error
 
     def receive(self, deadline: Deadline) -> Any:
         """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage or
@@ -146,7 +147,7 @@ class Channel:
 
     def wait(self, deadline: Deadline) -> None:
         """Waits until a message begins to arrive, or the end of file. Raises WaitTimeoutError."""
-        _wait(self._can_receive, deadline, "a message from the other process")
+        deadline.poll(self._can_receive, _AWAITED)
 
     def looks_for(self, seconds: float) -> bool:
         """`wait` without sleeping. Whether a message, or the end of file, has come."""
@@ -164,7 +165,7 @@ class Channel:
             try:
                 part = self._socket.recv(num_bytes, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self.wait(deadline)
+                deadline.poll(self._can_receive, _AWAITED)
                 continue
             except OSError as error:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
@@ -174,14 +175,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _wait(poller: select.poll, deadline: Deadline | None, what: str) -> None:
-    """Raises WaitTimeoutError at the deadline."""
-    remaining_s = None if deadline is None else deadline.remaining_s
-    if not poller.poll(None if remaining_s is None else 1e3 * remaining_s):
-        assert deadline is not None, "only a deadline sets a time limit"
-        raise deadline.fail(what)
 
 
 def obey_parent(

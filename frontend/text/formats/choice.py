@@ -243,6 +243,10 @@ class AnswerFormats(NamedTuple):
         )
 
 
+ONLY_TEXT = AnswerFormats(None, None, None)
+"""Those of a template that speaks for no known format, where no call must come."""
+
+
 def _load(option: str, name: str, own: Mapping[str, OutputFormat]) -> OutputFormat:
     try:
         return load_format(name, own)
