@@ -31,7 +31,8 @@ class FleetAdapters:
 
     def __init__(self, fleet: Engines) -> None:
         self._fleet = fleet
-        self._known: dict[str, AdapterInfo] = {}
+        self.known: dict[str, AdapterInfo] = {}
+        """By name."""
         self._by_path: dict[tuple[str, str], AdapterInfo] = {}  # by name and path: a name may have several
         self._told: dict[str, Mapping[str, AdapterInfo]] = {}  # by engine's name, what it has reported last
         self._names: dict[int, str] = {}  # by lora_int_id
@@ -39,30 +40,30 @@ class FleetAdapters:
         self._copying: set[asyncio.Task[None]] = set()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known
+        return name in self.known
 
     def __iter__(self) -> Iterator[str]:
         return iter([info.name for info in self.infos])
 
     def get(self, name: str) -> AdapterInfo | None:
-        return self._known.get(name)
+        return self.known.get(name)
 
     def base_of(self, name: str) -> str:
         """The served model that a known adapter is for: the first one unless it says another."""
-        named = self._known[name].base_model_name
+        named = self.known[name].base_model_name
         return named if named in self._fleet.names else self._fleet.names[0]
 
     @property
     def infos(self) -> list[AdapterInfo]:
         """All of them, in the order in which the first engine has them: the same in every frontend of the fleet."""
         first = next((each for each in self._fleet.engines if each.usable), None)
-        ordered = dict.fromkeys([*(self._told.get(first.name, ()) if first is not None else ()), *self._known])
-        return [self._known[name] for name in ordered if name in self._known]
+        ordered = dict.fromkeys([*(self._told.get(first.name, ()) if first is not None else ()), *self.known])
+        return [self.known[name] for name in ordered if name in self.known]
 
     @property
     def default_scales(self) -> dict[str, float]:
         """Adapters that apply to requests that name no scales, as llama.cpp's servers have them."""
-        return {name: info.default_scale for name, info in self._known.items() if info.default_scale}
+        return {name: info.default_scale for name, info in self.known.items() if info.default_scale}
 
     def enabled(self) -> bool:
         """Whether some engine takes adapters."""
@@ -72,7 +73,7 @@ class FleetAdapters:
 
     def use(self, name: str, scale: float = 1.0) -> AdapterUse:
         """For an adapter that is known. Its path goes only to engines that do not have it yet (request_table.py)."""
-        info = self._known[name]
+        info = self.known[name]
         return AdapterUse(name=name, scale=scale, path=info.path, is_3d=info.is_3d)
 
     async def give(self, prompts: Sequence[Prompt], lora_request: Any) -> None:
@@ -110,16 +111,16 @@ class FleetAdapters:
             now.setdefault(info.name, info)
         self._told[engine.name] = now
         for name in before.keys() - now.keys():
-            self._known.pop(name, None)
+            self.known.pop(name, None)
             self._by_path.pop((name, before[name].path), None)
-        self._known.update({name: info for name, info in now.items() if before.get(name) != info})
+        self.known.update({name: info for name, info in now.items() if before.get(name) != info})
 
     def joined(self, engine: Engine) -> None:
         """An engine is connected. It is given, beside its requests, what the others have and it lacks."""
         assert engine.client is not None, "it is connected"
         self._told.pop(engine.name, None)
         self.heard(engine, engine.client.welcome.adapters)
-        lacks = [info for info in self._known.values() if info.name not in self._told[engine.name]]
+        lacks = [info for info in self.known.values() if info.name not in self._told[engine.name]]
         if lacks and engine.client.welcome.max_loras:
             task = asyncio.create_task(_copy(engine.client, engine.name, lacks))
             self._copying.add(task)
@@ -167,7 +168,7 @@ class FleetAdapters:
                 undone = (client.control(UnloadAdapter(name=command.name)) for client in clients)
                 await asyncio.gather(*undone, return_exceptions=True)
             raise
-        self._known[command.name] = infos[0]
+        self.known[command.name] = infos[0]
 
     async def unload(self, name: str) -> None:
         """Raises HeadraceError (`is_unknown`) if no engine has it."""
@@ -179,7 +180,7 @@ class FleetAdapters:
             for error in errors:
                 if not is_unknown(error) or len(errors) == len(clients):
                     raise error
-            self._known.pop(name, None)
+            self.known.pop(name, None)
 
     async def pin(self, name: str) -> None:
         await self._call(PinAdapter(name=name), self._clients(""))
@@ -195,17 +196,17 @@ class FleetAdapters:
         """The name behind a number, if such an adapter is registered. A name may have been given several."""
         await self.numbers()
         name = self._names.get(lora_int_id, "")
-        return name if name in self._known else None
+        return name if name in self.known else None
 
     async def numbers(self) -> set[int]:
         """The numbers of all registered adapters. One that no LoRARequest of this process named gets a free one."""
         await self.refresh()
         numbered = {name: number for number, name in self._names.items()}
-        for info in self._known.values():
+        for info in self.known.values():
             if info.name not in numbered:
                 number = max(self._names, default=0) + 1
                 self._names[number], numbered[info.name] = info.name, number
-        return {numbered[name] for name in self._known}
+        return {numbered[name] for name in self.known}
 
     def lock(self, name: str) -> asyncio.Lock:
         """Held while an adapter of this name is looked for, loaded or unloaded by this process."""

@@ -16,7 +16,6 @@ from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request_stream import RequestStream
-    from headrace.frontend.fleet.adapters import FleetAdapters
     from headrace.frontend.fleet.pool import EnginePool
 
 SILENT_AFTER_S = 5.0
@@ -31,6 +30,8 @@ class Engine(CoreListener):
         """is_needed: whether it is an error if the engine does not start."""
         self._pool = pool
         self.index, self.source, self.is_needed = index, source, is_needed
+        self.adapters = pool.adapters
+        """Of all engines of the pool."""
         self.name = f"engine {index}"
         self.client: CoreClient | None = None
         self.names: tuple[str, ...] = ()
@@ -47,11 +48,6 @@ class Engine(CoreListener):
         self._late_tokens_before = 0
         self.task: asyncio.Task[None] | None = None
         """The task that keeps it connected."""
-
-    @property
-    def adapters(self) -> FleetAdapters:
-        """Of all engines of the pool."""
-        return self._pool.adapters
 
     @property
     def usable(self) -> bool:

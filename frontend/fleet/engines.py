@@ -74,11 +74,13 @@ class Engines(AsyncControls, AsyncLoRAControls):
         """A usable engine of this model, preferably one that is not silent."""
         if model not in self._serving:
             self._serving[model] = [engine for engine in self.engines if model in engine.names]
-        usable = (engine for engine in self._serving[model] if engine.usable)
-        first = next(usable, None)
-        if first is None or not first.is_silent:
-            return first
-        return next((engine for engine in usable if not engine.is_silent), first)
+        silent = None
+        for engine in self._serving[model]:
+            if engine.usable:
+                if not engine.is_silent:
+                    return engine
+                silent = silent or engine
+        return silent
 
     def _forget_names(self) -> None:
         """Call when an engine has joined, left or changed."""

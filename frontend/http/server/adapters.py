@@ -43,6 +43,8 @@ def adapters_of(
 ) -> tuple[AdapterUse, ...]:
     """The adapters of a request with these fields `model` and `lora`. Raises ApiError."""
     adapters = engine.adapters
+    if not adapters.known and scaled is None:
+        return ()
     name = adapter_named(adapters, engine.names, model)
     scales: dict[str, float] = {} if name is None else {name: 1.0}
     if scaled is None:

@@ -29,7 +29,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
     known = pool.names
     if not model and known:  # an empty name is none, as in vLLM
         model = known[0]
-    name = adapter_named(pool.adapters, known, model)
+    name = None if model in known else adapter_named(pool.adapters, known, model)
     if name is None and model not in known and known:
         told = [*known, *pool.adapters]
         raise UnknownModelError(model or "", f"the model {model!r:.200} does not exist; served: {', '.join(told)}")

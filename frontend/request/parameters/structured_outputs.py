@@ -202,7 +202,10 @@ def field_of_body(body: Any) -> str:
 def from_body(body: Any) -> StructuredOutputsParams | None:
     """From the fields of a request's body; None if it sets no constraint. Raises InvalidRequestError, which names the
     body's field."""
-    retired = {name: value for name in RETIRED if (value := getattr(body, name)) not in (None, False)}
+    retired = {}
+    for name in RETIRED:
+        if (value := getattr(body, name)) not in (None, False):
+            retired[name] = value
     asked = (body.response_format, body.structured_outputs, body.guided_decoding_backend)
     if not retired and asked == (None, None, None):
         return None

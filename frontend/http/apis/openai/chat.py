@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ from headrace.frontend.request.parameters.structured_outputs import (
 from headrace.frontend.request.parameters.token_rules import check_num_logprobs
 from headrace.frontend.request.prompts import Prompt, truncate
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
-from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
+from headrace.frontend.text.formats.choice import NO_TOOLS, ONLY_TEXT, OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.parser import OutputParser
@@ -114,7 +115,10 @@ class ChatParts(ApiState):
 def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
     """Takes the parts that are embeddings out of the messages. Raises ApiError."""
     found: list[Tensor] = []
-    if not any(has_parts(message.content) for message in request.messages):
+    for message in request.messages:
+        if isinstance(message.content, list) and has_parts(message.content):
+            break
+    else:
         return found
     for index, message in enumerate(request.messages):
         try:
@@ -138,7 +142,9 @@ def count_prompt(request: ChatCompletionRequest, engine: Engine, parts: ChatPart
 def _rendered(
     request: ChatCompletionRequest, tokenizer: Tokenizer | None, parts: ChatParts
 ) -> tuple[RenderedChat, ToolChoice]:
-    choice = tool_choice_of(request.tools, request.tool_choice)
+    choice = NO_TOOLS
+    if request.tools is not None or request.tool_choice is not None:
+        choice = tool_choice_of(request.tools, request.tool_choice)
     if parts.options.tool_strict_level == "parameter":
         choice = choice._replace(always_strict=True)
     prompt = parts.prompts.render(
@@ -169,21 +175,28 @@ def prepare_chat(
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0, or -1 for all")
-    check_selection(request, options.max_n)
+    if request.length_penalty is not None:
+        check_selection(request, options.max_n)
     embeds = _embedded(request, welcome)
     rendered, choice = _rendered(request, client.tokenizer, parts)
     assert client.tokenizer is not None, "a conversation is rendered only with one"
     form = _form_of(request, rendered, choice, parts, client.tokenizer, welcome)
-    prompt = Prompt(text=rendered.text, cache_salt=cache_salt(request, tenant), reasoning=form.reasoning)
+    salt = tenant if request.cache_salt is None else cache_salt(request, tenant)
+    prompt = Prompt(text=rendered.text, cache_salt=salt, reasoning=form.reasoning)
     prompt.adapters = adapters_of(engine, request.model, request.lora)
     prompt.reasoning_has_form = form.is_grammar and bool(choice.forced)
     params, asked = _params_of(request, form, prompt, options, welcome)
     check_outputs(1, params.n, params)
     # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
-    form_field = "tools" if form.is_grammar and choice.shown else field_of_body(request)
-    selection = selection_of(request, params, welcome, "tool_choice" if choice.forced else form_field)
+    form_field = "structured_outputs"
+    if params.structured_outputs is not None:
+        form_field = "tools" if form.is_grammar and choice.shown else field_of_body(request)
+    selection = None
+    if request.use_beam_search:
+        selection = selection_of(request, params, welcome, "tool_choice" if choice.forced else form_field)
     _tokenize(prompt, request, embeds, client.tokenizer, welcome)
-    truncate(prompt, params, welcome)
+    if params.truncate_prompt_tokens is not None:
+        truncate(prompt, params, welcome)
     if not prompt.token_ids:
         raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
     check_length(prompt, asked, welcome, "messages")
@@ -222,7 +235,10 @@ def _form_of(
 ) -> _Form:
     """Raises ApiError and InvalidRequestError."""
     own = from_body(request)
-    formats = parts.formats.of(rendered, choice).as_written(rendered.text, tokenizer)
+    formats = parts.formats.of(rendered, choice)
+    if formats == ONLY_TEXT and not choice.shown:
+        return _Form(None, None, own, is_grammar=False)
+    formats = formats.as_written(rendered.text, tokenizer)
     # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
     thinks_in_channels = formats.channels is not None and not welcome.grammars_hold_in_reasoning
     or_json = schema_of_answer(own) if (choice.shown or thinks_in_channels) and not choice.forced else None
@@ -266,7 +282,8 @@ def _params_of(
             thinking_token_budget=thinking_budget(request, prompt, welcome),
             **chosen,
         )
-        check_num_logprobs(params, welcome.vocab_size, welcome.max_logprobs)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            check_num_logprobs(params, welcome.vocab_size, welcome.max_logprobs)
     except InvalidRequestError as error:
         spellings = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         raise respelt(error, {**spellings, **_SPELLINGS}) from error
@@ -277,18 +294,18 @@ def _tokenize(
     prompt: Prompt, request: ChatCompletionRequest, embeds: list[Tensor], tokenizer: Tokenizer, welcome: Welcome
 ) -> None:
     """Sets the prompt's tokens, and its inputs where the conversation has embeddings. Raises ApiError."""
-    special, most = bool(request.add_special_tokens), most_prompt_tokens(request, welcome)
-
-    def encode(text: str) -> Sequence[int]:
-        # The template writes the special tokens itself.
-        (token_ids,) = tokenize_texts([text], tokenizer, special=special, max_tokens=most, param="messages")
-        return token_ids
-
+    encode = functools.partial(
+        tokenize_texts,
+        tokenizer=tokenizer,
+        special=bool(request.add_special_tokens),  # mostly false: the template writes them itself
+        max_tokens=most_prompt_tokens(request, welcome),
+        param="messages",
+    )
     text = prompt.text or ""
     if embeds:
-        prompt.token_ids, prompt.inputs = splice(text, embeds, tokenizer, encode)
+        prompt.token_ids, prompt.inputs = splice(text, embeds, tokenizer, lambda part: encode([part])[0])
     else:
-        prompt.token_ids = encode(text)
+        (prompt.token_ids,) = encode([text])
 
 
 class _ChatProgress:
@@ -328,7 +345,7 @@ class ChatAnswer(TextAnswer):
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
         self._role = context.options.response_role
-        self._echoed = _echoed(self.request, self._role)
+        self._echoed = _echoed(self.request, self._role) if self.request.echo else ""
         self._choices: dict[SequenceState, _ChatProgress] = {}
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
@@ -532,7 +549,7 @@ class ChatAnswer(TextAnswer):
 def _echoed(request: ChatCompletionRequest, role: str) -> str:
     """The last message's text, if the answer is to begin with it (echo)."""
     last = request.messages[-1]
-    if not request.echo or last.role != role:
+    if last.role != role:
         return ""
     return last.content if isinstance(last.content, str) else "\n".join(text_parts(last.content or (), "messages"))
 

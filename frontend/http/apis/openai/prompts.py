@@ -6,8 +6,9 @@ Conversations are rendered with the model's chat template, the server's or (if t
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -21,8 +22,16 @@ from headrace.frontend.request.parameters.sampling_params import FIELDS, Request
 from headrace.frontend.request.parameters.thinking import reads_reasoning
 from headrace.frontend.request.parameters.token_rules import openai_bias
 from headrace.frontend.request.prompts import Prompt, packed
-from headrace.frontend.text.chat_template import ContentFormat, RenderedChat, complete_message, render_chat, text_parts
-from headrace.frontend.text.instructions import place_instructions
+from headrace.frontend.text.chat_template import (
+    ContentFormat,
+    Message,
+    RenderedChat,
+    complete_message,
+    render_chat,
+    render_chats,
+    text_parts,
+)
+from headrace.frontend.text.instructions import may_move, place_instructions
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
@@ -48,9 +57,7 @@ _PROBED_CHARACTERS_PER_TOKEN = 16
 _PROBE_SLACK_TOKENS = 16
 """By how much cutting a text may increase its number of tokens."""
 _PASSED_ON = tuple(
-    each.name
-    for each in FIELDS.values()
-    if each.field.in_body and each.name not in ("max_tokens", "logit_bias", "prompt_logprobs")
+    each.name for each in FIELDS.values() if each.field.in_body and each.name not in ("max_tokens", "logit_bias")
 )
 
 
@@ -71,30 +78,28 @@ def sampling_params(
 
     chosen: values of fields that the two APIs name differently.
     """
-    if request.stream_options is not None and not request.stream:
-        raise bad_field("stream_options", "Stream options can only be defined when `stream=True` (stream: true)")
-    if request.n is not None and request.n > options.max_n:
-        raise bad_field("n", f"n is {request.n}; this server gives at most {options.max_n} outputs for a prompt")
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if len(stops) > options.max_stop_strings:
-        raise bad_field("stop", f"stop has {len(stops)} strings; this server takes at most {options.max_stop_strings}")
-    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
-        raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
-    given = {name: getattr(request, name) for name in _PASSED_ON}
-    given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
-    given["extra_args"] = request.vllm_xargs or None
-    if given["logprob_token_ids"]:
+    _check_limits(request, options)
+    if getattr(request, "logprob_token_ids", None):
         if chosen.get("logprobs") is None:
             raise bad_field(
                 "logprob_token_ids", "logprob_token_ids needs logprobs: give it, too, when using `logprob_token_ids`"
             )
         chosen["logprobs"] = None  # these tokens replace a number of top tokens
-    values = {name: value for name, value in (given | chosen).items() if value is not None}
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    defaults: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
-    if "stop_token_ids" in defaults:
-        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults["stop_token_ids"]]
-    asked = {**defaults, **values, "output_kind": kind}
+    asked: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
+    for name in _PASSED_ON:
+        if (value := getattr(request, name)) is not None:
+            asked[name] = value
+    if request.logit_bias is not None:
+        asked["logit_bias"] = openai_bias(request.logit_bias)
+    if request.vllm_xargs:
+        asked["extra_args"] = request.vllm_xargs
+    for name, value in chosen.items():
+        if value is not None:
+            asked[name] = value
+    if "stop_token_ids" in welcome.generation_defaults:
+        always: Any = welcome.generation_defaults["stop_token_ids"]
+        asked["stop_token_ids"] = [*(getattr(request, "stop_token_ids", None) or ()), *always]
+    asked["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     try:
         params = SamplingParams(**asked)
         if (most := welcome.most_new_tokens) is not None and (params.max_tokens is None or params.max_tokens > most):
@@ -102,6 +107,20 @@ def sampling_params(
         return params.freeze()
     except InvalidRequestError as error:
         raise respelt(error, SPELLINGS) from error
+
+
+def _check_limits(request: GenerationRequest, options: ServeOptions) -> None:
+    """Raises ApiError for more outputs or stop strings than the server's options allow."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_field("stream_options", "Stream options can only be defined when `stream=True` (stream: true)")
+    if request.n is not None and request.n > options.max_n:
+        raise bad_field("n", f"n is {request.n}; this server gives at most {options.max_n} outputs for a prompt")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > options.max_stop_strings:
+        raise bad_field("stop", f"stop has {len(stops)} strings; this server takes at most {options.max_stop_strings}")
+    for stop in stops:
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
 
 
 def tokenize_texts(
@@ -117,7 +136,10 @@ def tokenize_texts(
     batch: list[str] = []
     num_characters = 0  # of the batch
     for text in texts:
-        check_text(text, tokenizer, max_tokens, param)
+        if len(text) > max_tokens:
+            check_text(text, tokenizer, max_tokens, param)
+        else:
+            check_unicode(text)
         batch.append(text)
         num_characters += len(text)
         if num_characters > _TOKENIZE_AT_ONCE_CHARACTERS:
@@ -156,6 +178,7 @@ def check_unicode(text: str) -> None:
 
 
 def check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+    """Raises ApiError for invalid Unicode, and for a text that must have more than max_tokens."""
     if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
         raise ContextLengthError(
             f"your {param} of {len(text)} characters cannot fit, as no token stands for more than "
@@ -205,11 +228,16 @@ def check_outputs(num_prompts: int, n: int, params: SamplingParams) -> None:
     if num_outputs > MAX_OUTPUTS:
         raise bad_field("n", f"{num_prompts} prompts times n = {n} are more than {MAX_OUTPUTS} outputs")
     form, arguments = params.structured_outputs, params.extra_args
-    sizes = [(name, "entries", len(getattr(params, name) or ()), MAX_TOKEN_RULES) for name in _RULES] + [
-        ("bad_words", "characters", sum(map(len, params.bad_words or ())), MAX_TOKEN_RULES),
-        ("structured_outputs", "characters", len(form.to_wire().text) if form else 0, MOST_CARRIED_BYTES),
-        ("vllm_xargs", "bytes", len(msgspec.msgpack.encode(arguments)) if arguments else 0, MOST_CARRIED_BYTES),
-    ]
+    sizes: list[tuple[str, str, int, int]] = []
+    for name in _RULES:
+        if rules := getattr(params, name):
+            sizes.append((name, "entries", len(rules), MAX_TOKEN_RULES))
+    if params.bad_words:
+        sizes.append(("bad_words", "characters", sum(map(len, params.bad_words)), MAX_TOKEN_RULES))
+    if form:
+        sizes.append(("structured_outputs", "characters", len(form.to_wire().text), MOST_CARRIED_BYTES))
+    if arguments:
+        sizes.append(("vllm_xargs", "bytes", len(msgspec.msgpack.encode(arguments)), MOST_CARRIED_BYTES))
     for name, unit, size, most in sizes:
         if size > 1 and num_outputs * size > most:
             raise bad_field(name, f"{name} has {size} {unit} for {num_outputs} outputs; together they may be {most}")
@@ -317,21 +345,25 @@ class ChatPrompts:
                 )
         continues = bool(request.continue_final_message)
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-        named = self._choose_template(request.chat_template, tokenizer)
+        named = self._template
+        if request.chat_template is not None:
+            named = self._named_template(request.chat_template, tokenizer)
         template = tokenizer.get_chat_template(named, tools)
-        rendered = functools.partial(
-            render_chat,
-            template,
-            add_generation_prompt=begins,
-            continue_final_message=continues,
-            tools=tools,
-            documents=documents,
-            variables={**tokenizer.special_tokens_map, **self._defaults, **variables},
-            content_format=self._content_format,
-        )
-        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        options: dict[str, Any] = {
+            "add_generation_prompt": begins,
+            "continue_final_message": continues,
+            "tools": tools,
+            "documents": documents,
+            "variables": {**tokenizer.special_tokens_map, **self._defaults, **variables},
+            "content_format": self._content_format,
+        }
+        plain = list(map(_plain, messages, itertools.count()))
+        if not may_move(plain):
+            (text,) = render_chats(template, [plain], **options)
+            return RenderedChat(text, template)
+        render: Callable[[Sequence[Message]], str] = functools.partial(render_chat, template, **options)
         with one_limit():
-            return RenderedChat(rendered(place_instructions(template, plain, rendered)), template)
+            return RenderedChat(render(place_instructions(template, plain, render)), template)
 
     def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
         """The template for conversations whose request brings none; None if there is no template."""
@@ -340,9 +372,8 @@ class ChatPrompts:
         except InvalidRequestError:
             return None
 
-    def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
-        if asked is None:
-            return self._template
+    def _named_template(self, asked: str, tokenizer: Tokenizer) -> str:
+        """The template, or its name, that a request asks for. Raises ApiError."""
         if not self._trusts_requests and asked not in tokenizer.chat_template_names:
             raise bad_field(
                 "chat_template",
@@ -354,11 +385,11 @@ class ChatPrompts:
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     """The message in the form that templates expect. Raises ApiError."""
-    plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    plain = msgspec.structs.asdict(message)
     for name in ("annotations", *ChatMessage.unread):
         plain.pop(name, None)
-    if (refusal := plain.pop("refusal", None)) is not None:
-        plain.setdefault("content", refusal)
+    if (refusal := plain.pop("refusal", None)) is not None and message.content is None:
+        plain["content"] = refusal
     if isinstance(message.content, list):
         is_result = message.role in ("tool", "function")
         parts = map(readable, message.content) if is_result else message.content
