@@ -52,7 +52,7 @@ def checked_requests(
     ids: Iterator[int],
 ) -> list[CheckedRequest]:
     """The requests of a batch. Raises InvalidRequestError, with the prompt's index if there are several."""
-    priorities = priorities_for(priority, len(prompts))
+    priorities = [0] * len(prompts) if priority is None else priorities_for(priority, len(prompts))
     requests, tasks = list[CheckedRequest](), dict[int, Pool]()
     for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
         try:
@@ -93,7 +93,11 @@ class RequestBatch(RequestListener):
                 if self._error is not None:
                     raise self._error
                 await self._wait()
-            return [await stream.final() for stream in self._ended if stream is not None]
+            outputs = []
+            for stream in self._ended:
+                assert stream is not None, "all have ended"
+                outputs.append(await anext(stream))  # of a stream with a listener the last is the only one
+            return outputs
         finally:
             for stream in self._running:
                 stream.listener = None

@@ -199,7 +199,8 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         self._check_usable()
         if others:
             check_arguments("generate", others)
-        parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
+        how = tokenization_of(tokenization_kwargs) if tokenization_kwargs else DEFAULT_TOKENIZATION
+        parsed = self._tokenized(parse_prompts(prompts), how)
         if lora_request is not None:
             self._use_loras(parsed, lora_request)
         return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)

@@ -185,8 +185,8 @@ class LineAnswers:
         name = decoded.request_id or request_id
         engine = self._engine_for(decoded.model)
         if url == CHAT:
-            return prepare_chat(chat, engine, self._parts.chat, f"chatcmpl-{name}", self._tenant)
-        return prepare_completion(completion, engine, self._parts.chat, f"cmpl-{name}", self._tenant)
+            return prepare_chat(chat, engine, f"chatcmpl-{name}", self._parts.chat, self._tenant)
+        return prepare_completion(completion, engine, f"cmpl-{name}", self._parts.chat, self._tenant)
 
 
 def _is_its_own(error: EngineDeadError) -> bool:

@@ -35,14 +35,14 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         """Returns the coroutine's result. If the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled,
         and the interruption is raised once it has cleaned up.
 
         meanwhile: called in the waiting thread about four times a second; its error ends the wait as an interruption
         does. Raises HeadraceError in the loop's own thread, which cannot wait for itself.
         """
-        if self.is_current_thread:
+        if threading.current_thread() is self._thread:
             coroutine.close()
             self.check_may_wait()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -66,7 +66,8 @@ class BackgroundLoop:
             raise
         try:
             while not concurrent.futures.wait([result], _LOOKS_FOR_SIGNALS_S).done:
-                meanwhile()
+                if meanwhile is not None:
+                    meanwhile()
             return result.result()
         except BaseException:
             if not result.done():

@@ -171,7 +171,8 @@ class CoreClient(AsyncControls):
 
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
-        self.check_alive()
+        if self.failure is not None or self.draining:
+            self.check_alive()
         if self._transport.is_full:
             why = "the engine-core reads nothing, and this client's send queue is full"
             raise QueueFullError.from_failure(

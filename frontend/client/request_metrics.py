@@ -130,13 +130,16 @@ class RequestMeter:
         if stream.error is not None:
             return
         metrics, num_prompt = stream.metrics, len(stream.prompt.token_ids or ())
+        longest = 0
+        for each in stream.sequences:
+            longest = max(longest, len(each.token_ids))
         told: dict[str, float | None] = {
             "request_prompt_tokens": num_prompt,
             "request_prefill_kv_computed_tokens": num_prompt - (stream.num_cached_tokens or 0),
             "request_params_n": stream.params.n,
             "request_params_max_tokens": stream.params.max_tokens,
             "request_generation_tokens": metrics.num_generation_tokens,
-            "request_max_num_generation_tokens": max([len(each.token_ids) for each in stream.sequences]),
+            "request_max_num_generation_tokens": longest,
         }
         if reason != "abort":
             told["request_num_preemptions"] = metrics.num_preemptions

@@ -204,8 +204,9 @@ class RequestStream(OneProcess):
     """A submitted request: an async iterator of its outputs, for one reader, in the client's loop."""
 
     def __init__(self, request: CheckedRequest, tokenizer: Tokenizer | None) -> None:
-        self.request, self.prompt, self.params = request, request.prompt, request.params
-        self.request_id = request.name
+        self.request_id, self.prompt, self.params = request.name, request.prompt, request.params
+        self.priority, self.pool = request.priority, request.pool
+        self.max_tokens, self.tokenized = request.max_tokens, request.tokenized
         prompt, params = request.prompt, request.params
         self.tokenizer = tokenizer if params.detokenize else None
         prompt_token_ids = prompt.token_ids or ()
@@ -262,7 +263,7 @@ class RequestStream(OneProcess):
 
     def task_of(self, sequence: SequenceState) -> Task:
         """What the engine is asked for: to generate the rest of one output."""
-        sampling = self.params.to_wire(self.request.max_tokens, sequence.index, self.request.tokenized)
+        sampling = self.params.to_wire(self.max_tokens, sequence.index, self.tokenized)
         if sequence.seed is not None or sequence.token_ids or self._prompt_logprobs is not None:
             sampling = _resumed(sampling, sequence)
         return Generate(sampling=sampling)
@@ -270,7 +271,10 @@ class RequestStream(OneProcess):
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
-        return sum(len(each.token_ids) for each in self.sequences)
+        count = 0
+        for each in self.sequences:
+            count += len(each.token_ids)
+        return count
 
     @property
     def first_token_s(self) -> float | None:
@@ -317,7 +321,7 @@ class RequestStream(OneProcess):
         self.touched = False
         if self.done:
             return  # it failed or was aborted in this step, and its reader knows
-        if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
+        if self.metrics.first_token_latency is None and self.num_tokens:
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:
             self._end(now_s)
@@ -401,13 +405,16 @@ class RequestStream(OneProcess):
         self._news = False
         self._final_given = self.done
         delta = self.params.output_kind is RequestOutputKind.DELTA
-        chosen = [each for each in self.sequences if each.has_news()] if delta else self.sequences
+        outputs = []
+        for each in self.sequences:
+            if not delta or each.has_news():
+                outputs.append(each.read(delta=delta, tokenizer=self.tokenizer))
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids or [],  # type: ignore[arg-type]  # packed only where nobody reads it
-            prompt_logprobs=self.prompt_logprobs,
-            outputs=[each.read(delta=delta, tokenizer=self.tokenizer) for each in chosen],
+            prompt_logprobs=None if self._prompt_logprobs is None else self.prompt_logprobs,
+            outputs=outputs,
             finished=self.done,
             lora_request=self.prompt.lora_request,
             metrics=self.metrics if self.done else None,

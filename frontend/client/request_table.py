@@ -84,6 +84,8 @@ class RequestTable:
 
     def flush(self) -> None:
         """Sends the requests of this turn of the event loop."""
+        if not self._unsent:
+            return
         unsent, self._unsent = self._unsent, []
         for alike in _runs(unsent):
             try:
@@ -114,7 +116,7 @@ class RequestTable:
                 self._sequences[sequence.slot] = sequence
         try:
             for message in _messages_of(stream, self.adapters):
-                if stream.request.pool is not None and message.is_plain:
+                if stream.pool is not None and message.is_plain:
                     if not self._unsent:
                         asyncio.get_running_loop().call_soon(self.flush)
                     self._unsent.append(message)
@@ -197,7 +199,10 @@ class RequestTable:
         if step.vectors is not None:
             self._take_vectors(step.vectors)
         # A token that only marks the end of an output comes together with its Finish, and no stop is looked for in it.
-        silent = {finish.slot for finish in step.finished if self._is_silent(finish)} if step.finished else None
+        silent = set[int]()
+        for finish in step.finished:
+            if finish.reason is FinishReason.STOP and self._is_silent(finish):
+                silent.add(finish.slot)
         for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
             sequence = sequences.get(slot)
             if sequence is None:
@@ -208,7 +213,7 @@ class RequestTable:
             if not stream.touched:
                 stream.touched = True
                 touched.append(stream)
-            if sequence.looks_for_stop and not (silent and slot in silent and slot not in slots[position + 1 :]):
+            if sequence.looks_for_stop and not (slot in silent and slot not in slots[position + 1 :]):
                 self._look_for_stop(sequence)
         for finish in step.finished:
             sequence = sequences.get(finish.slot)
@@ -278,11 +283,11 @@ class RequestTable:
             first = end
 
     def _is_silent(self, finish: Finish) -> bool:
-        """Whether an output's last token only marks its end, and is not part of the answer."""
-        if finish.reason is not FinishReason.STOP or finish.with_last_token:
-            return False
+        """Whether the last token of an output that a token ended only marks its end, and is not part of the answer."""
         sequence = self._sequences.get(finish.slot)
-        return sequence is not None and not sequence.stream.params.include_stop_str_in_output
+        if finish.with_last_token or sequence is None:
+            return False
+        return not sequence.stream.params.include_stop_str_in_output
 
     def _on_finish(self, sequence: SequenceState, finish: Finish) -> None:
         stream: RequestStream = sequence.stream
@@ -297,7 +302,8 @@ class RequestTable:
                 return
             stream.fail(_error_of(finish))
             return
-        self._finish(sequence, reason, finish.stop_token, silent_last_token=self._is_silent(finish))
+        is_silent = finish.reason is FinishReason.STOP and self._is_silent(finish)
+        self._finish(sequence, reason, finish.stop_token, silent_last_token=is_silent)
 
     def _finish(
         self, sequence: SequenceState, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False
@@ -351,7 +357,7 @@ def _messages_of(stream: RequestStream, registered: Mapping[str, str]) -> list[A
                 request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                 prompt_token_ids=token_ids,
                 task=stream.task_of(sequence),
-                priority=stream.request.priority,
+                priority=stream.priority,
                 cache_salt=prompt.cache_salt,
                 output_interval=interval,
                 num_resumed_tokens=len(sequence.token_ids),

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from headrace.ipc.codec import Codec, CodecError, Frame
+from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure, InvalidRequestError
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello
 from headrace.ipc.process.resources import check_files_left
@@ -221,7 +221,12 @@ class ZmqTransport:
                 f"{type(message).__name__} would be a message of {len(encoded[0])} bytes; the engine takes at most "
                 f"{MOST_HEADER_BYTES} at once"
             )
-        frames = _in_memory(encoded)
+        frames = []
+        try:
+            for frame in encoded:  # in ZeroMQ's own memory, so that sending needs no more
+                frames.append(zmq.Frame(frame, copy=True))
+        except zmq.ZMQError as error:
+            raise MemoryError(f"no memory for a message: {error}") from error
         self._unsent.append(frames)
         self._unsent_bytes += sum(map(len, frames))
         self._flush()
@@ -361,14 +366,6 @@ def _not_handled(message: Any, error: BaseException) -> Failure:
     cause = Failure.of(error, process="client", phase="receive")
     what = f"this client failed at a {type(message).__name__} message, and ends the session: {cause.type}: "
     return msgspec.structs.replace(cause, message=what + cause.message, type=MESSAGE_LOST)
-
-
-def _in_memory(frames: list[Frame]) -> list[zmq.Frame]:
-    """Copies frames into ZeroMQ's own memory, so that sending needs no more. Raises MemoryError."""
-    try:
-        return [zmq.Frame(frame, copy=True) for frame in frames]
-    except zmq.ZMQError as error:
-        raise MemoryError(f"no memory for a message: {error}") from error
 
 
 def _detach(process_id: int, goodbye: list[Any], context: Any, sock: Any, monitor: Any) -> None:

@@ -155,7 +155,7 @@ def check_length(prompt: Prompt, welcome: Welcome, answer: int = 1) -> int:
 
 def checked_priority(priority: Any) -> int:
     """A priority as messages hold it. Raises InvalidRequestError."""
-    plain = plain_integer(priority)
+    plain = priority if type(priority) is int else plain_integer(priority)
     if plain is None or not -(2**63) <= plain < 2**63:
         raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r:.100}")
     return plain

@@ -122,7 +122,8 @@ class RequestMetrics:
     """Always False: an output that is not finite ends its request with an error."""
 
     def __post_init__(self) -> None:
-        self.set_timestamps()
+        if self.queued_s is not None or self.prefill_s is not None or self.decode_s is not None:
+            self.set_timestamps()
 
     def set_timestamps(self) -> None:
         """Derives the *_ts from the durations that are known."""

@@ -274,7 +274,11 @@ class ModelFacts(Protocol):
 def tokenize(prompts: Sequence[Prompt], facts: ModelFacts, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
     """Sets the token ids of prompts that have only text, and truncates prompts as asked. Raises InvalidRequestError
     without a tokenizer, and for text that is not valid Unicode."""
-    if texts := [prompt for prompt in prompts if prompt.token_ids is None]:
+    texts = []
+    for prompt in prompts:
+        if prompt.token_ids is None:
+            texts.append(prompt)
+    if texts:
         encode_texts(texts, facts.tokenizer, how)
     if how is not DEFAULT_TOKENIZATION:
         for prompt in prompts:

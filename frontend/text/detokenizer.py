@@ -46,7 +46,7 @@ class ByteDetokenizer:
         bytes_of = self._bytes_of
         if len(token_ids) == 1:
             return self._decode(bytes_of[token_ids[0]])
-        return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
+        return self._decode(b"".join(map(bytes_of.__getitem__, token_ids)))
 
     def finish(self) -> str:
         return self._decode(b"", True)

@@ -345,7 +345,7 @@ def attributes_of(stream: RequestStream) -> dict[str, Any]:
     told = {
         "gen_ai.request.id": stream.request_id,
         "gen_ai.request.n": getattr(params, "n", None),
-        "gen_ai.request.max_tokens": getattr(params, "max_tokens", None) or stream.request.max_tokens or None,
+        "gen_ai.request.max_tokens": getattr(params, "max_tokens", None) or stream.max_tokens or None,
         "gen_ai.request.temperature": getattr(params, "temperature", None),
         "gen_ai.request.top_p": getattr(params, "top_p", None),
         "gen_ai.usage.prompt_tokens": len(stream.prompt.token_ids or ()),

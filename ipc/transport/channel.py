@@ -131,16 +131,31 @@ class Channel:
 
         If the deadline passes within a message, the next call continues with the part received so far.
         """
-        self._read_until(_LENGTH.size, deadline)
-        length = _LENGTH.unpack_from(self._received)[0]
-        if length > MAX_MESSAGE_BYTES:
-            raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        mac_at = _LENGTH.size + length
-        ends_at = mac_at + (Seal.BYTES if self._seal else 0)
-        self._read_until(ends_at, deadline)
-        with memoryview(self._received) as received:
-            data, mac = bytes(received[_LENGTH.size : mac_at]), bytes(received[mac_at:ends_at])
-        del self._received[:ends_at]
+        received, ends_at, mac_at = self._received, 0, 0
+        while not ends_at or len(received) < ends_at:
+            if not ends_at and len(received) >= _LENGTH.size:
+                length = _LENGTH.unpack_from(received)[0]
+                if length > MAX_MESSAGE_BYTES:
+                    raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+                mac_at = _LENGTH.size + length
+                ends_at = mac_at + (Seal.BYTES if self._seal else 0)
+                continue
+            num_missing = (ends_at or _LENGTH.size) - len(received)  # what follows the message may come along
+            try:
+                part = self._socket.recv(
+                    min(max(num_missing, self._least_part_bytes), _PART_BYTES), socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                deadline.poll(self._can_receive, _AWAITED)
+                continue
+            except OSError as error:
+                raise ChannelClosedError(f"the other process is gone ({error})") from error
+            if not part:
+                raise ChannelClosedError("the other process closed its end")
+            received += part
+        with memoryview(received) as view:
+            data, mac = bytes(view[_LENGTH.size : mac_at]), bytes(view[mac_at:ends_at])
+        del received[:ends_at]
         if self._seal is not None:
             self._seal.check(data, mac)
         return self._receives.decode([data])
@@ -156,22 +171,6 @@ class Channel:
             if time.perf_counter() > end_s:
                 return False
         return True
-
-    def _read_until(self, size: int, deadline: Deadline) -> None:
-        """Receives until `size` bytes of the message are here; what follows it may come along."""
-        received = self._received
-        while len(received) < size:
-            num_bytes = min(max(size - len(received), self._least_part_bytes), _PART_BYTES)
-            try:
-                part = self._socket.recv(num_bytes, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                deadline.poll(self._can_receive, _AWAITED)
-                continue
-            except OSError as error:
-                raise ChannelClosedError(f"the other process is gone ({error})") from error
-            if not part:
-                raise ChannelClosedError("the other process closed its end")
-            received += part
 
     def close(self) -> None:
         self._socket.close()

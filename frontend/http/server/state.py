@@ -106,16 +106,21 @@ class ServerState:
             await each.close()
 
     async def generate(
-        self, exchange: Exchange, decode: Callable[[bytes], R], prepare: Callable[[R, Engine, str], PreparedRequest]
+        self,
+        exchange: Exchange,
+        decode: Callable[[bytes], R],
+        prepare: Callable[[R, Engine, str], PreparedRequest],
+        prefix: str = "",
     ) -> None:
         """Answers a request by generating: `decode` makes a struct of its body, and `prepare` makes of that, an engine
-        that serves its model, and the request's id, what is run."""
+        that serves its model, and the request's id, what is run. prefix: of the id."""
 
         def ready(body: bytes) -> PreparedRequest:
             request = decode(body)
             name = exchange.request_id(request.request_id)
-            self.check_accepting()
-            return prepare(request, engine_for(self.pool, request.model), name)
+            if self.refusing:
+                raise self.stopping()
+            return prepare(request, engine_for(self.pool, request.model), f"{prefix}{name}")
 
         await self.generator.answer(await exchange.prepare(ready), exchange)
 

@@ -216,7 +216,7 @@ def _check_bool(name: str) -> Check:
 
 def _check_integer(name: str, allowed: Range) -> Check:
     def check(value: Any) -> int:
-        plain = plain_integer(value)
+        plain = value if type(value) is int else plain_integer(value)
         if plain is None:
             raise bad(name, value, f"must be an integer of at least {allowed.low}")
         if plain not in allowed:

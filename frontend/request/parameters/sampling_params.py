@@ -29,7 +29,6 @@ from headrace.frontend.request.parameters.token_rules import (
     check_model_limits,
     openai_bias,
     tokenize_bad_words,
-    verify_texts,
     verify_token_ids,
     verify_token_rules,
 )
@@ -395,17 +394,13 @@ class SamplingParams(
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple) and (several := elements(value)) is not None:
                 setattr(self, name, several)
-        self.verify()
-        self._make_lists()
-        if self.logprob_token_ids and self.logprobs is None:
-            self.logprobs = 0
-
-    def _make_lists(self) -> None:
-        """Turns the checked stop, stop_token_ids and bad_words into lists without duplicates, which scripts may
-        extend."""
+        self._verify_values()
+        # The checked stop, stop_token_ids and bad_words become lists without duplicates, which scripts may extend.
         lists = {"stop": self.stop_strings, "stop_token_ids": map(int, self.stop_token_ids or ())}
         for name, values in {**lists, "bad_words": self.bad_words or ()}.items():
             msgspec.structs.force_setattr(self, name, list(dict.fromkeys(values)))
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
@@ -433,7 +428,8 @@ class SamplingParams(
         if output_kind is not None:
             msgspec.structs.force_setattr(twin, "output_kind", output_kind)
         twin._verify_values()
-        return twin.freeze()
+        msgspec.structs.force_setattr(twin, "_is_frozen", True)
+        return twin
 
     def freeze(self) -> SamplingParams:
         """Itself, whose fields can no longer be set: parameters that nobody else has need no copy."""
@@ -501,10 +497,10 @@ class SamplingParams(
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise bad("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
             self.structured_outputs.verify()
-        self._verify_stops()
+        are_lists = isinstance(self.stop, list | None) and isinstance(self.stop_token_ids, list | None)
+        if not are_lists or self.stop or self.stop_token_ids:
+            self._verify_stops()
         verify_token_rules(self)
-        if self.dry_sequence_breakers is not None:
-            verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
         if self.truncate_prompt_tokens == 0:
             raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
         if self.truncation_side not in ("left", "right"):
@@ -550,7 +546,7 @@ class SamplingParams(
         wire: dict[str, Any] = {}
         for name, default, converted in _SENT:
             value = getattr(self, name)
-            if value is not default and value is not None:
+            if value is not default and value is not None and value != []:
                 wire[name] = converted(value)
         wire["max_tokens"] = max_tokens if self.max_tokens is None else min(int(self.max_tokens), max_tokens)
         wire["min_tokens"] = min(int(self.min_tokens), max_tokens)

@@ -26,15 +26,17 @@ MOST_BAD_CHARACTERS = 1 << 14
 
 
 def verify_token_rules(params: SamplingParams) -> None:
-    """Raises InvalidRequestError for the first of the three fields that is invalid."""
+    """Raises InvalidRequestError for the first of the four fields that is invalid."""
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids and isinstance(params.allowed_token_ids, list | tuple):
             raise bad("allowed_token_ids", [], "allows no token at all; None allows every token")
         verify_token_ids("allowed_token_ids", params.allowed_token_ids)
-    if params.bad_words is not None:
+    if not isinstance(params.bad_words, list | None) or params.bad_words:
         _verify_bad_words(params.bad_words)
     if params.logit_bias is not None:
         _verify_bias(params.logit_bias)
+    if params.dry_sequence_breakers is not None:
+        _verify_breakers(params.dry_sequence_breakers)
 
 
 def verify_token_ids(name: str, token_ids: Any) -> None:
@@ -135,8 +137,8 @@ DRY_BREAKERS = ("\n", ":", '"', "*")
 MOST_BREAKERS, MOST_BREAKER_CHARACTERS = 64, 64
 
 
-def verify_texts(name: str, texts: Any) -> None:
-    """Raises InvalidRequestError unless this is a list of at most MOST_BREAKERS short texts."""
+def _verify_breakers(texts: Any) -> None:
+    name = "dry_sequence_breakers"
     if not isinstance(texts, list | tuple):
         raise bad(name, texts, "must be a list of strings")
     for text in texts:

@@ -435,7 +435,7 @@ def prepare_messages(
         cached_block_tokens=welcome.block_size if welcome.enable_prefix_caching else 0,
     )
     with renamed(_OWN_NAMES):
-        prepared = prepare_chat(chat, engine, parts, f"msg_{name}", tenant, make_answer)
+        prepared = prepare_chat(chat, engine, f"msg_{name}", parts, tenant, make_answer)
     if prepared.form_field == "response_format":
         prepared.form_field = "output_config.format"
     return prepared

@@ -346,11 +346,11 @@ def _prepare(
     parts = state.of(ChatParts)
     if isinstance(asked, ChatCompletionRequest):
         with renamed(OWN_NAMES):
-            prepared = prepare_chat(asked, engine, parts, id, exchange.tenant, make_answer)
+            prepared = prepare_chat(asked, engine, id, parts, exchange.tenant, make_answer)
     else:
         with renamed(OWN_NAMES_OF_COMPLETION):
             # OpenAI's default is 16 tokens; Ollama has no limit.
-            prepared = prepare_completion(asked, engine, parts, id, exchange.tenant, default_max_tokens=None)
+            prepared = prepare_completion(asked, engine, id, parts, exchange.tenant, default_max_tokens=None)
             assert engine.client is not None
             (params,) = prepared.params
             assert isinstance(params, SamplingParams), "a completion generates"

@@ -21,15 +21,17 @@ from headrace.frontend.http.apis.openai.bodies import (
     TokenSpelling,
     Usage,
 )
-from headrace.frontend.http.apis.openai.requests import GenerationRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import error_event
 from headrace.frontend.http.server.generation import Answer
 from headrace.frontend.text.formats.parser import OutputParser
 
-_TEXT = "\x00text\x00"
-_TEXT_JSON = msgspec.json.encode(_TEXT)
-_encode = msgspec.json.Encoder().encode
+TEXT = "\x00text\x00"
+"""Stands for the text in a chunk that `text_event` encodes."""
+_TEXT_JSON = msgspec.json.encode(TEXT)
+encode = msgspec.json.Encoder().encode
+TextEvent = list[bytes]
+"""An encoded event in which only the text changes: what is around it. `encode(text).join` makes the event."""
 
 
 class AnswerContext(NamedTuple):
@@ -50,11 +52,10 @@ class TextAnswer(Answer):
     """Writes generated text. Has what is the same in the whole response and in each of its events."""
 
     DONE = b"data: [DONE]\n\n"
-    request: GenerationRequest
 
     def __init__(self, context: AnswerContext) -> None:
-        self.request, id, engine, options, self.make_reader, self.names_tool = context
-        request = self.request
+        """Keeps nothing of the request but what the response depends on: its messages may be large."""
+        request, id, engine, options, self.make_reader, self.names_tool = context
         assert engine.client is not None
         self._tells_times = options.enable_per_request_metrics
         self.id, self.model, self.created = id, request.model or engine.names[0], int(time.time())
@@ -64,13 +65,15 @@ class TextAnswer(Answer):
             stream_options is not None and self.include_usage and stream_options.continuous_usage_stats
         )
         self.return_token_ids = bool(request.return_token_ids)
+        self.asks_prompt_logprobs = request.prompt_logprobs is not None
+        self._spells_ids = bool(request.return_tokens_as_token_ids)
         self.has_reasoning = getattr(request, "include_reasoning", None) is not False  # completions have none
         self.tokenizer = engine.client.tokenizer
 
     @functools.cached_property
     def spell(self) -> TokenSpelling:
         """How tokens are written in log-probabilities."""
-        return TokenSpelling(self.tokenizer, as_ids=bool(self.request.return_tokens_as_token_ids))
+        return TokenSpelling(self.tokenizer, as_ids=self._spells_ids)
 
     def reader(self) -> OutputParser | None:
         return None if self.make_reader is None else self.make_reader()
@@ -128,26 +131,16 @@ def prompt_is_told(stream: RequestStream) -> bool:
     return stream.params.prompt_logprobs is None or stream.num_prompt_logprobs == len(stream.prompt.token_ids or ())
 
 
-class TextEvent:
-    """An event in which only the text changes: the rest is encoded once."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, chunk_with_text: Any) -> None:
-        """chunk_with_text: has `TextEvent.PLACE` wherever the text belongs."""
-        self._parts = (b"data: " + _encode(chunk_with_text) + b"\n\n").split(_TEXT_JSON)
-
-    PLACE = _TEXT
-
-    def of(self, text: str) -> bytes:
-        return _encode(text).join(self._parts)
+def text_event(chunk: Any) -> TextEvent:
+    """chunk: has TEXT wherever the text belongs."""
+    return event(chunk).split(_TEXT_JSON)
 
 
 _ENCODED_AT_ONCE = 256
 """Entries of a list that are encoded in one call; each may be a position's log-probabilities."""
 _PIECE_BYTES = 128 << 10
 _PLACE = f"\x00{uuid.uuid4().hex}\x00"
-_PLACE_JSON = _encode(_PLACE)
+_PLACE_JSON = encode(_PLACE)
 
 
 def encoded(response: msgspec.Struct) -> list[bytes]:
@@ -171,7 +164,7 @@ def _encoded(value: msgspec.Struct) -> Iterator[bytes]:
     """The encoded parts of a struct, which may have choices and long lists at any depth."""
     taken: list[list[Any]] = []
     _take_lists(value, taken)
-    first, *others = _encode(value).split(_PLACE_JSON)
+    first, *others = encode(value).split(_PLACE_JSON)
     yield first
     for inside, after in zip(taken, others, strict=True):
         inside.reverse()
@@ -184,7 +177,7 @@ def _encoded(value: msgspec.Struct) -> Iterator[bytes]:
                 continue
             piece = inside[: -_ENCODED_AT_ONCE - 1 : -1]
             del inside[-_ENCODED_AT_ONCE:]
-            yield _encode(piece)[1:-1]
+            yield encode(piece)[1:-1]
         yield b"]"
         yield after
 
@@ -201,4 +194,4 @@ def _take_lists(value: msgspec.Struct, taken: list[list[Any]]) -> None:
 
 
 def event(chunk: Any) -> bytes:
-    return b"data: " + _encode(chunk) + b"\n\n"
+    return b"data: " + encode(chunk) + b"\n\n"

@@ -12,12 +12,15 @@ from msgspec import UNSET, UnsetType
 from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import (
+    TEXT,
     AnswerContext,
     TextAnswer,
     TextEvent,
+    encode,
     encoded,
     event,
     prompt_is_told,
+    text_event,
     usage_of,
     usage_so_far,
 )
@@ -163,8 +166,8 @@ def _rendered(
 def prepare_chat(
     request: ChatCompletionRequest,
     engine: Engine,
-    parts: ChatParts,
     id: str,
+    parts: ChatParts,
     tenant: str,
     make_answer: Callable[[AnswerContext], TextAnswer] | None = None,
 ) -> PreparedRequest:
@@ -340,18 +343,22 @@ class _ChatProgress:
 class ChatAnswer(TextAnswer):
     """Writes the response: whole, or as the events of a stream."""
 
-    request: ChatCompletionRequest
-
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
+        request: ChatCompletionRequest = context.request
         self._role = context.options.response_role
-        self._echoed = _echoed(self.request, self._role) if self.request.echo else ""
+        self._echoed = _echoed(request, self._role) if request.echo else ""
         self._choices: dict[SequenceState, _ChatProgress] = {}
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
         """The reasoning of each output, by its index."""
         # Only text changes from one event to the next.
-        self._is_plain = not (self.request.logprobs or self.continuous_usage or self.return_token_ids)
+        self._is_plain = not (request.logprobs or self.continuous_usage or self.return_token_ids)
+        self._num_top: int | None = request.top_logprobs or 0
+        if self._num_top == -1 or getattr(request, "logprob_token_ids", None):
+            self._num_top = None
+        self._calls_once = request.parallel_tool_calls is False
+        self._returns_prompt_text = bool(request.return_prompt_text)
 
     def whole(self) -> list[bytes]:
         (stream,) = self.streams
@@ -379,11 +386,11 @@ class ChatAnswer(TextAnswer):
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices.get(sequence)
         if choice is None:
-            plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
-            choice = self._choices[sequence] = _ChatProgress(TextEvent(self._chunk([plain])), self.reader())
+            plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TEXT))
+            choice = self._choices[sequence] = _ChatProgress(text_event(self._chunk([plain])), self.reader())
         first = b""
         if not choice.began:
-            if self.request.prompt_logprobs is not None and not prompt_is_told(stream):
+            if self.asks_prompt_logprobs and not prompt_is_told(stream):
                 return b""
             choice.began = True
             first = self._first(stream, sequence)
@@ -391,9 +398,9 @@ class ChatAnswer(TextAnswer):
         if self._is_plain and sequence.finish_reason is None:
             text = sequence.read_text()
             if reader is None:
-                return first + choice.text_event.of(text)
+                return first + encode(text).join(choice.text_event)
             if (until := choice.until) is not None and text and not until(text):
-                return first + choice.going_on.of(text)
+                return first + encode(text).join(choice.going_on)
             if (said := reader.go_on(text)) is not None:
                 return first + self._went_on(choice, reader, said, sequence.index)
             choice.until = None
@@ -410,14 +417,15 @@ class ChatAnswer(TextAnswer):
         told = ChatChunkChoice(
             index=output.index,
             delta=deltas.pop(),
-            logprobs=self._logprobs(output),
+            logprobs=None if output.logprobs is None else self._logprobs(output),
             finish_reason=finish_reason,
             stop_reason=UNSET if finish_reason is None else output.stop_reason,
             token_ids=output.token_ids if self.return_token_ids else UNSET,
         )
         usage = usage_so_far(stream, choice.num_tokens) if self.continuous_usage else None
-        before = [event(self._chunk([ChatChunkChoice(index=output.index, delta=each)])) for each in deltas]
-        return first + b"".join(before) + event(self._chunk([told], usage))
+        for each in deltas:
+            first += event(self._chunk([ChatChunkChoice(index=output.index, delta=each)]))
+        return first + event(self._chunk([told], usage))
 
     def _read(
         self, reader: OutputParser, text: str, index: int, ended: CompletionOutput | None = None
@@ -431,12 +439,12 @@ class ChatAnswer(TextAnswer):
                 self._thoughts.setdefault(index, []).append(each.reasoning)
         if not self.has_reasoning:
             events = [each for each in events if not each.reasoning]
-        if self.request.parallel_tool_calls is False:
+        if self._calls_once:
             events = [each for each in events if not self._is_left_out(each.call)]
         return events
 
     def _is_left_out(self, call: int) -> bool:
-        return call > 0 and self.request.parallel_tool_calls is False
+        return call > 0 and self._calls_once
 
     def _went_on(self, choice: _ChatProgress, reader: OutputParser, said: str, index: int) -> bytes:
         """The event for a piece that is all content, all reasoning or all arguments."""
@@ -446,14 +454,14 @@ class ChatAnswer(TextAnswer):
             is_content = reader.call < 0
             choice.going_on = choice.text_event if is_content else self._arguments_event(choice, reader.call, index)
             choice.until = reader.goes_on_until
-            return choice.going_on.of(said)
+            return encode(said).join(choice.going_on)
         self._thoughts.setdefault(index, []).append(said)
         if not self.has_reasoning:
             return b""
         if choice.reasoning_event is None:
-            delta = Delta(reasoning=TextEvent.PLACE, reasoning_content=TextEvent.PLACE)
-            choice.reasoning_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
-        return choice.reasoning_event.of(said)
+            delta = Delta(reasoning=TEXT, reasoning_content=TEXT)
+            choice.reasoning_event = text_event(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
+        return encode(said).join(choice.reasoning_event)
 
     def _finish_reason(self, reader: OutputParser, output: CompletionOutput) -> str | None:
         """As OpenAI's: tool_calls if there are calls, but stop if the request named the tool, or if a stop string cut
@@ -466,15 +474,15 @@ class ChatAnswer(TextAnswer):
 
     def _event_of(self, choice: _ChatProgress, told: AnswerPart, index: int) -> bytes:
         if told.content:
-            return choice.text_event.of(told.content)
+            return encode(told.content).join(choice.text_event)
         if told.call < 0 or told.name:
             return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
-        return self._arguments_event(choice, told.call, index).of(told.arguments)
+        return encode(told.arguments).join(self._arguments_event(choice, told.call, index))
 
     def _arguments_event(self, choice: _ChatProgress, call: int, index: int) -> TextEvent:
         if choice.arguments_event is None or choice.call != call:
-            delta = _delta_of(AnswerPart(call=call, arguments=TextEvent.PLACE))
-            choice.arguments_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
+            delta = _delta_of(AnswerPart(call=call, arguments=TEXT))
+            choice.arguments_event = text_event(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
             choice.call = call
         return choice.arguments_event
 
@@ -491,11 +499,12 @@ class ChatAnswer(TextAnswer):
         chunk = self._chunk([role], usage_so_far(stream, 0) if self.continuous_usage else None)
         if not self._is_prompt_told:
             self._is_prompt_told = True
-            if (token_ids := self._prompt_token_ids(stream)) is not None:
-                chunk.prompt_token_ids = token_ids
-            if (logprobs := self._prompt_logprobs(stream)) is not None:
+            if self.return_token_ids:
+                chunk.prompt_token_ids = list(stream.prompt.token_ids or ())
+            if self.asks_prompt_logprobs and (logprobs := self._prompt_logprobs(stream)) is not None:
                 chunk.prompt_logprobs = logprobs
-            chunk.prompt_text = self._prompt_text(stream)
+            if self._returns_prompt_text:
+                chunk.prompt_text = self._prompt_text(stream)
         if not self._echoed:
             return event(chunk)
         echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
@@ -531,19 +540,17 @@ class ChatAnswer(TextAnswer):
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if output.logprobs is None:
             return None
-        asked = self.request.top_logprobs or 0
-        num_top = None if asked == -1 or getattr(self.request, "logprob_token_ids", None) else asked
-        return chat_logprobs(output.token_ids, output.logprobs, self.spell, num_top)
+        return chat_logprobs(output.token_ids, output.logprobs, self.spell, self._num_top)
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
         return list(stream.prompt.token_ids or ()) if self.return_token_ids else None
 
     def _prompt_text(self, stream: RequestStream) -> str | UnsetType | None:
-        return stream.prompt.text if self.request.return_prompt_text else UNSET
+        return stream.prompt.text if self._returns_prompt_text else UNSET
 
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
-        asked: Any = self.request.prompt_logprobs
-        return None if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
+        told = stream.prompt_logprobs if self.asks_prompt_logprobs else None
+        return None if told is None else prompt_logprobs(told)
 
 
 def _echoed(request: ChatCompletionRequest, role: str) -> str:

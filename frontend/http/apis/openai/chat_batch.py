@@ -20,16 +20,16 @@ from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 
 def prepare_chat_batch(
-    request: ChatBatchRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
+    request: ChatBatchRequest, engine: Engine, id: str, parts: ChatParts, tenant: str
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     _check(request, parts.options.max_prompts)
     fields = {each: getattr(request, each) for each in ChatCompletionRequest.__struct_fields__}
-    id, each_prepared = f"chatcmpl-{name}", list[PreparedRequest]()
+    each_prepared = list[PreparedRequest]()
     for index, conversation in enumerate(request.messages):
         one = ChatCompletionRequest(**{**fields, "messages": conversation})
         try:
-            prepared = prepare_chat(one, engine, parts, f"{id}-{index}", tenant)
+            prepared = prepare_chat(one, engine, f"{id}-{index}", parts, tenant)
         except ApiError as error:
             if (error.body.param or "").startswith("messages"):
                 error.body.message = f"conversation {index}: {error.body.message}"

@@ -9,12 +9,15 @@ from msgspec import UNSET
 from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import (
+    TEXT,
     AnswerContext,
     TextAnswer,
     TextEvent,
+    encode,
     encoded,
     event,
     prompt_is_told,
+    text_event,
     usage_of,
     usage_so_far,
 )
@@ -64,8 +67,8 @@ _OBJECT = "text_completion"
 def prepare_completion(
     request: CompletionRequest,
     engine: Engine,
-    parts: ChatParts,
     id: str,
+    parts: ChatParts,
     tenant: str,
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> PreparedRequest:
@@ -194,19 +197,18 @@ class _TextProgress:
 class CompletionAnswer(TextAnswer):
     """Writes the response: whole, or as the events of a stream."""
 
-    request: CompletionRequest
-
     def __init__(self, context: AnswerContext, num_outputs: int, *, only_prompt: bool) -> None:
         """num_outputs: returned for each prompt. only_prompt: the prompt is echoed, and nothing is generated."""
         super().__init__(context)
-        request = self.request
+        request: CompletionRequest = context.request
         self._num_outputs, self._only_prompt = num_outputs, only_prompt
         self._echo = bool(request.echo)
         self._choices: dict[SequenceState, _TextProgress] = {}
         self._echoed: dict[RequestStream, tuple[CompletionLogprobs, TextOffsets]] = {}
         # Only text changes from one event to the next.
         self._is_plain = request.logprobs is None and not (self.continuous_usage or self.return_token_ids)
-        self._waits_for_prompt = self._echo or request.prompt_logprobs is not None
+        self._tells_logprobs = request.logprobs is not None
+        self._waits_for_prompt = self._echo or self.asks_prompt_logprobs
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
         super().attach(streams)
@@ -232,9 +234,9 @@ class CompletionAnswer(TextAnswer):
             return b""
         if self._is_plain and sequence.finish_reason is None and (choice.began or not self._waits_for_prompt):
             if choice.text_event is None:
-                plain = CompletionChoice(index=choice.index, text=TextEvent.PLACE)
-                choice.text_event = TextEvent(self._chunk(plain))
-            return choice.text_event.of(sequence.read_text())
+                plain = CompletionChoice(index=choice.index, text=TEXT)
+                choice.text_event = text_event(self._chunk(plain))
+            return encode(sequence.read_text()).join(choice.text_event)
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         told = self._choice_of(stream, choice, output)
         choice.num_tokens += len(output.token_ids)
@@ -275,7 +277,7 @@ class CompletionAnswer(TextAnswer):
         if self._only_prompt:
             text, token_ids, positions = "", [], None if positions is None else []
         logprobs: CompletionLogprobs | None = None
-        if self.request.logprobs is not None:
+        if self._tells_logprobs:
             echoed: CompletionLogprobs | None = None
             before: TextOffsets | None = None
             if is_first and self._echo and stream.prompt_logprobs is not None:
@@ -298,6 +300,6 @@ class CompletionAnswer(TextAnswer):
         if self.return_token_ids:
             result.prompt_token_ids = list(prompt_ids) if is_first else UNSET
             result.token_ids = token_ids
-        if is_first and self.request.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+        if is_first and self.asks_prompt_logprobs and stream.prompt_logprobs is not None:
             result.prompt_logprobs = prompt_logprobs(stream.prompt_logprobs)
         return result

@@ -56,18 +56,6 @@ _SAGEMAKER_ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 """Header of SageMaker's inference components, which names a LoRA adapter."""
 
 
-async def completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=CompletionRequest))
-
-
-async def chat_completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=ChatCompletionRequest))
-
-
-async def chat_batch(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, functools.partial(state.decoder.decode, kind=ChatBatchRequest))
-
-
 async def invocations(state: ServerState, exchange: Exchange) -> None:
     """SageMaker's only route: a chat completion if the body has messages, a completion if it has a prompt."""
     kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
@@ -78,27 +66,42 @@ async def invocations(state: ServerState, exchange: Exchange) -> None:
         request.model = adapter or request.model
         return request
 
-    await _generate(state, exchange, decode)
+    def prepare(request: Any, engine: Engine, id: str, parts: ChatParts, tenant: str) -> PreparedRequest:
+        if isinstance(request, ChatCompletionRequest):
+            return prepare_chat(request, engine, f"chatcmpl-{id}", parts, tenant)
+        return prepare_completion(request, engine, f"cmpl-{id}", parts, tenant)
+
+    await _generate(state, exchange, decode=decode, prepare=prepare)
 
 
 async def _generate(
-    state: ServerState, exchange: Exchange, decode: Callable[[bytes], ChatCompletionRequest | CompletionRequest]
+    state: ServerState,
+    exchange: Exchange,
+    *,
+    prepare: Callable[..., PreparedRequest],
+    kind: type[Any] = CompletionRequest,
+    decode: Callable[[bytes], Any] | None = None,
+    prefix: str = "",
 ) -> None:
-    parts, tenant = state.of(ChatParts), exchange.tenant
+    """prepare: with the arguments of `prepare_chat`. kind: of the request, unless `decode` makes it. prefix: of the
+    response's id."""
 
-    def prepare(request: ChatCompletionRequest | CompletionRequest, engine: Engine, name: str) -> PreparedRequest:
+    def decoded(body: bytes) -> Any:
+        request = state.decoder.decode(body, kind) if decode is None else decode(body)
         apply_server_defaults(request, state.options)
-        take_rank(request, exchange.header(RANK_HEADER))
-        form = exchange.header(_LOAD_FORMAT)
+        if RANK_HEADER in exchange.headers:
+            take_rank(request, exchange.header(RANK_HEADER))
+        return request
+
+    prepared = functools.partial(prepare, parts=state.of(ChatParts), tenant=exchange.tenant)
+    form = exchange.header(_LOAD_FORMAT) if _LOAD_FORMAT in exchange.headers else None
+
+    def prepared_with_load(request: Any, engine: Engine, id: str) -> PreparedRequest:
         if form is not None and not request.stream:
             exchange.headers_at_start = lambda: _load_headers(engine, form)
-        if isinstance(request, ChatBatchRequest):
-            return prepare_chat_batch(request, engine, parts, name, tenant)
-        if isinstance(request, ChatCompletionRequest):
-            return prepare_chat(request, engine, parts, f"chatcmpl-{name}", tenant)
-        return prepare_completion(request, engine, parts, f"cmpl-{name}", tenant)
+        return prepared(request, engine, id)
 
-    await state.generate(exchange, decode, prepare)
+    await state.generate(exchange, decoded, prepared if form is None else prepared_with_load, prefix)
 
 
 async def _load_headers(engine: Engine, form: str) -> list[tuple[bytes, bytes]]:
@@ -238,7 +241,7 @@ async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
 ROUTES = (
     post(
         "/v1/completions",
-        completions,
+        functools.partial(_generate, kind=CompletionRequest, prepare=prepare_completion, prefix="cmpl-"),
         "Complete one or several prompts",
         CompletionRequest,
         CompletionResponse,
@@ -247,7 +250,7 @@ ROUTES = (
     ),
     post(
         "/v1/chat/completions",
-        chat_completions,
+        functools.partial(_generate, kind=ChatCompletionRequest, prepare=prepare_chat, prefix="chatcmpl-"),
         "Complete a conversation with the next message",
         ChatCompletionRequest,
         ChatResponse,
@@ -257,7 +260,7 @@ ROUTES = (
     ),
     post(
         "/v1/chat/completions/batch",
-        chat_batch,
+        functools.partial(_generate, kind=ChatBatchRequest, prepare=prepare_chat_batch, prefix="chatcmpl-"),
         "Complete several conversations in one request",
         ChatBatchRequest,
         ChatResponse,

@@ -211,7 +211,7 @@ def _work(
     def attempt(kept: list[Item]) -> PreparedRequest | ApiError:
         try:
             with renamed(OWN_NAMES):
-                return prepare_chat(as_chat(request, kept, tools), engine, chat, name, tenant, TurnAnswer)
+                return prepare_chat(as_chat(request, kept, tools), engine, name, chat, tenant, TurnAnswer)
         except ApiError as error:
             if error.body.code != "context_length_exceeded" or request.truncation != "auto":
                 raise

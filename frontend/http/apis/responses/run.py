@@ -17,9 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.client.request_stream import RequestStream
-from headrace.frontend.http.apis.openai.answer import TextAnswer
+from headrace.frontend.http.apis.openai.answer import AnswerContext, TextAnswer
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprobs
-from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest
 from headrace.frontend.http.apis.responses.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems
 from headrace.frontend.http.server.connection import Connection
 from headrace.frontend.http.server.errors import ApiError
@@ -343,13 +342,14 @@ NextTurn = Callable[[ResponseRun], Awaitable[PreparedRequest | None]]
 class TurnAnswer(TextAnswer):
     """The output for one prompt of a response, as it becomes items."""
 
-    request: ChatCompletionRequest
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        self._several_calls = context.request.parallel_tool_calls is not False
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
         super().attach(streams)
         (self._stream,) = streams
         (self.sequence,) = self._stream.sequences
-        self._several_calls = self.request.parallel_tool_calls is not False
         self._reader = self.reader() or OutputParser(None, None)
         self._reasoning: list[str] = []
         self._untold: list[TokenLogprob] = []
