@@ -163,14 +163,14 @@ def checked_priority(priority: Any) -> int:
 
 def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome, tasks: dict[int, Pool]) -> Pool:
     """The task for the engine."""
-    task = tasks.get(id(params))
+    task = params.checked_task or tasks.get(id(params))
     if task is None:
         params.verify()
         if welcome.pooling is None:
             raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
         task = tasks[id(params)] = params.to_wire(welcome.pooling, welcome.served_model_names[0])
-    check_token_ids(prompt, welcome)
     check_length(prompt, welcome, answer=0)
+    check_token_ids(prompt, welcome)
     return msgspec.structs.replace(task, **prompt.pool) if prompt.pool else task
 
 

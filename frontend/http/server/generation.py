@@ -31,7 +31,7 @@ from headrace.frontend.http.server.selection import OutputSelection, likeliest, 
 from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import Prompt
+from headrace.frontend.request.prompts import ModelFacts, Prompt
 from headrace.frontend.tracing.tracer import with_trace
 from headrace.ipc.failure import (
     EngineDeadError,
@@ -40,7 +40,6 @@ from headrace.ipc.failure import (
     QueueFullError,
     let_interrupts_pass,
 )
-from headrace.ipc.messages import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +119,8 @@ class PreparedRequest(RequestListener):
         called once. Raises ApiError."""
         self.selection: OutputSelection | None = None
         """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
+        self.checked: list[CheckedRequest] = []
+        """The prompts' requests, where they were checked with the prompts; else `submit` checks them."""
         # While it runs:
         self.streams: list[RequestStream] = []
         self.error: HeadraceError | None = None
@@ -145,21 +146,27 @@ class PreparedRequest(RequestListener):
             self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))
             return
-        pace, count, requests, tasks = Pace(), len(self.prompts), list[CheckedRequest](), dict[int, Pool]()
-        for index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
-            name = self.id if count == 1 else f"{self.id}-{index}"
+        pace, count, requests = Pace(), len(self.prompts), list(self.checked)
+        for index in range(len(requests), count):
             try:
-                requests.append(check(name, prompt, params, client, self.priority, tasks))
+                requests.append(self.check(index, client))
             except InvalidRequestError as error:
                 raise as_api_error(error, index, count) from error
-            await pace.step()
+            if count > 1:
+                await pace.step()
         self._num_running = count
         self._pool = pool
         for request in requests:
             self._submit(request, pool)
-            await pace.step()
+            if count > 1:
+                await pace.step()
         if count == len(pool) and (table := self.streams[-1].table) is not None:
             table.flush()  # no other request runs, so that they wait for none of this turn
+
+    def check(self, index: int, facts: ModelFacts) -> CheckedRequest:
+        """The request of one of the prompts. Raises InvalidRequestError."""
+        name = self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
+        return check(name, self.prompts[index], self.params[index], facts, self.priority)
 
     def abort(self) -> None:
         """Aborts the prompts that still run; the engine frees their blocks at once."""
@@ -203,9 +210,8 @@ class PreparedRequest(RequestListener):
         (params, *_), make, self._next = self.params, self._next, None
         prompts, count = make(self.streams), len(self.streams)
         self.streams = []
-        tasks = dict[int, Pool]()
         checked = [
-            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority, tasks)
+            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority)
             for index, prompt in enumerate(prompts)
         ]
         self._num_running = len(checked)

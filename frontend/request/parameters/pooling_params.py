@@ -68,11 +68,31 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
     """Name of a text of the model's folder that is put before a prompt that is a text; None: the folder's default.
     Models whose tokens are compared (ColBERT) have "query" and "document", which is the default."""
 
+    _task: Pool | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._task is not None:
+            raise AttributeError(f"PoolingParams.{name}: these parameters belong to a request that was checked")
+        super().__setattr__(name, value)
+
     def __post_init__(self) -> None:
         self.verify()
 
     def clone(self) -> PoolingParams:
-        return copy.deepcopy(self)
+        twin = copy.deepcopy(self)
+        msgspec.structs.force_setattr(twin, "_task", None)
+        return twin
+
+    def freeze(self, pooling: Pooling, model: str) -> PoolingParams:
+        """Itself, whose fields can no longer be set, with its `checked_task` for engines of this model. Raises
+        InvalidRequestError for what the model cannot do."""
+        msgspec.structs.force_setattr(self, "_task", self.to_wire(pooling, model))
+        return self
+
+    @property
+    def checked_task(self) -> Pool | None:
+        """What an engine is asked for; None unless they are frozen."""
+        return self._task
 
     @property
     def n(self) -> int:

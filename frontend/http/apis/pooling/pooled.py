@@ -16,10 +16,10 @@ from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.server.exchange import JSON, Headers
 from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.checks import TooLongError, check_length, check_token_ids
+from headrace.frontend.request.checks import CheckedRequest, TooLongError
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
-from headrace.frontend.request.prompts import Prompt, Tokenization, packed
+from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pooling, Welcome
@@ -117,14 +117,12 @@ def pooling_of(engine: Engine, model: str, what: str) -> tuple[Welcome, Pooling]
 
 
 def checked_params(pooling: Pooling, model: str, **fields: Any) -> PoolingParams:
-    """PoolingParams of these fields, which the model can carry out. Raises ApiError that names the field."""
+    """Frozen PoolingParams of these fields, which the model can carry out. Raises ApiError that names the field."""
     try:
-        made = PoolingParams(**fields)
-        made.to_wire(pooling, model)
+        return PoolingParams(**fields).freeze(pooling, model)
     except InvalidRequestError as error:
         named = next((name for name in _OF_PARAMS if name in str(error)), "model")
         raise bad_field(named, str(error).removeprefix("PoolingParams.")) from error
-    return made
 
 
 _OF_PARAMS = (
@@ -246,21 +244,21 @@ def ready(
 ) -> PreparedRequest:
     """names: the prompts' fields, for errors. Raises ApiError."""
     assert engine.client is not None
-    adapters = adapters_of(engine, caller.model)
-    for prompt, param in zip(prompts, names, strict=True):
-        prompt.cache_salt, prompt.adapters = caller.salt, adapters
-        check_prompt(prompt, params, engine.client.welcome, param)
-    several = [params] * len(prompts)
-    return PreparedRequest(engine, caller.id, prompts, several, answer, priority=caller.priority or 0)
-
-
-def check_prompt(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
-    """Raises ApiError for a tokenised prompt that the engine cannot take."""
     if params.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
+    adapters = adapters_of(engine, caller.model)
+    several = [params] * len(prompts)
+    prepared = PreparedRequest(engine, caller.id, prompts, several, answer, priority=caller.priority or 0)
+    for index, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
+        prompt.cache_salt, prompt.adapters = caller.salt, adapters
+        prepared.checked.append(_checked(prepared, index, engine.client, param))
+    return prepared
+
+
+def _checked(prepared: PreparedRequest, index: int, facts: ModelFacts, param: str) -> CheckedRequest:
+    """Raises ApiError for a tokenised prompt that the engine cannot take."""
     try:
-        check_length(prompt, welcome, answer=0)
-        check_token_ids(prompt, welcome)
+        return prepared.check(index, facts)
     except TooLongError as error:
         raise ContextLengthError(
             f"your {param} resulted in {error.num_prompt} tokens",
