@@ -847,6 +847,66 @@ def _pooled() -> list[Case]:
         _chat("of a model that embeds"),
         _get("/v1/models"),
         _tokenize("text", prompt="The sky is blue"),
+        *_other_vectors(),
+        *_compared(),
+    ]
+
+
+def _other_vectors() -> list[Case]:
+    """Vectors by the other routes, and classes, which this model has none of."""
+    texts, long = ["The sky is blue", "Grass is green"], "word " * 9000
+    embed, pool, cohere = _posts(EMBEDDINGS), _posts("/pooling"), _posts("/v2/embed", model=MODEL)
+    return [
+        embed("not in the vocabulary", input=[[504], [10**6]]),
+        embed("negative ids", input=[-1]),
+        embed("truncated to nothing", input="The sky is blue", truncate_prompt_tokens=0),
+        embed("one of them too long", input=["The sky", long]),
+        embed("one too long, cut", input=[long], truncate_prompt_tokens=-1),
+        embed("too many dimensions", input="The sky is blue", dimensions=10**6),
+        embed("a name of no prompt", input="The sky is blue", prompt_name="none"),
+        pool("text", input="The sky is blue"),
+        pool("tokens", input="The sky is blue", task="token_embed"),
+        pool("a task of no classes", input="The sky is blue", task="classify"),
+        pool("no task", input="The sky is blue", task="what"),
+        pool("process rewards", input="The sky is blue", step_tag_id=3),
+        *(_posts(path)("texts", input=texts) for path in ("/classify", "/v1/classify")),
+        cohere("texts", texts=texts, input_type="search_query", embedding_types=["float", "int8"]),
+        cohere("refused as too long", texts=[long], input_type="search_document", truncate="NONE"),
+        cohere("no type", texts=texts, input_type="what"),
+        *(
+            _posts(path)("texts", inputs=texts)
+            for path in ("/embed", "/embed_all", "/embed_sparse", "/embeddings", "/")
+        ),
+        _posts("/embed")("too long", inputs=[*texts, long], truncate=False),
+        _posts("/embed")("empty", inputs=[]),
+        _posts("/predict")("text", inputs="The sky is blue"),
+        _posts("/api/embeddings", model=MODEL)("text", prompt="The sky is blue"),
+        _posts("/api/embed", model=MODEL)("too long", input=[long], truncate=False),
+        _get("/info"),
+    ]
+
+
+def _compared() -> list[Case]:
+    """Texts compared by their vectors."""
+    texts, long = ["The sky is blue", "Grass is green"], "word " * 9000
+    score, rerank = _posts("/score"), _posts("/rerank", query="What is blue?")
+    return [
+        score("one with several", queries="What is blue?", documents=texts),
+        score("pairs", text_1=texts, text_2=list(reversed(texts))),
+        score("unlike numbers", text_1=texts, text_2=["a", "b", "c"]),
+        score("nothing", queries="What is blue?", documents=[]),
+        score("too long", queries="What is blue?", documents=[*texts, long]),
+        score("too long, cut", queries="What is blue?", documents=[*texts, long], truncate_prompt_tokens=-1),
+        score("dimensions", queries="What is blue?", documents=texts, dimensions=8),
+        rerank("documents", documents=texts),
+        rerank("the best", documents=texts, top_n=1, return_documents=False),
+        rerank("too long", documents=[long]),
+        rerank("as text-embeddings-inference has it", texts=texts, return_text=True),
+        *(
+            _posts(path, query="What is blue?")("documents", documents=texts, model=MODEL)
+            for path in ("/v1/rerank", "/v2/rerank", "/v1/score")
+        ),
+        _posts("/similarity")("sentences", inputs={"source_sentence": texts[0], "sentences": texts}),
     ]
 
 

@@ -161,7 +161,10 @@ class Engines(AsyncControls, AsyncLoRAControls):
 
     def num_late_tokens(self) -> int:
         """Tokens that arrived for requests after they were aborted, of all current and former engines."""
-        return self._late_tokens_of_former + sum(engine.num_late_tokens() for engine in self.engines)
+        count = self._late_tokens_of_former
+        for engine in self.engines:
+            count += engine.num_late_tokens()
+        return count
 
 
 def combined(answers: Sequence[Any]) -> Any:

@@ -70,7 +70,10 @@ class EventStream:
     def attach(self, streams: Sequence[RequestStream]) -> None:
         """Called first, with the streams of the submitted requests."""
         self._streams = streams
-        self._choices = [(stream, sequence) for stream in streams for sequence in stream.sequences]
+        self._choices = []
+        for stream in streams:
+            for sequence in stream.sequences:
+                self._choices.append((stream, sequence))
 
     def open(self) -> None:
         """Called when the response has begun: writes the output so far, and later output as it arrives."""

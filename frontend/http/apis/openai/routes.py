@@ -93,15 +93,22 @@ async def _generate(
             take_rank(request, exchange.header(RANK_HEADER))
         return request
 
-    prepared = functools.partial(prepare, parts=state.of(ChatParts), tenant=exchange.tenant)
-    form = exchange.header(_LOAD_FORMAT) if _LOAD_FORMAT in exchange.headers else None
+    prepare = functools.partial(prepare, parts=state.of(ChatParts), tenant=exchange.tenant)
+    if _LOAD_FORMAT in exchange.headers:
+        prepare = _telling_load(exchange, prepare)
+    await state.generate(exchange, decoded, prepare, prefix)
 
-    def prepared_with_load(request: Any, engine: Engine, id: str) -> PreparedRequest:
-        if form is not None and not request.stream:
+
+def _telling_load(exchange: Exchange, prepare: Callable[..., PreparedRequest]) -> Callable[..., PreparedRequest]:
+    """`prepare`, for a response whose headers tell the engine's load, unless it is streamed."""
+    form = exchange.header(_LOAD_FORMAT) or ""
+
+    def prepare_telling(request: Any, engine: Engine, id: str) -> PreparedRequest:
+        if not request.stream:
             exchange.headers_at_start = lambda: _load_headers(engine, form)
-        return prepared(request, engine, id)
+        return prepare(request, engine, id)
 
-    await state.generate(exchange, decoded, prepared if form is None else prepared_with_load, prefix)
+    return prepare_telling
 
 
 async def _load_headers(engine: Engine, form: str) -> list[tuple[bytes, bytes]]:
