@@ -1,4 +1,4 @@
-"""The answers of all routes to some 400 requests: recorded, and compared with another commit's.
+"""The answers of all routes to some 700 requests: recorded, and compared with another commit's.
 
     python benchmarks/api_corpus.py --base REV                 # lists every difference between REV and this checkout
     python benchmarks/api_corpus.py --out FILE                 # records this checkout's answers
@@ -46,7 +46,9 @@ VARYING_COUNTS = re.compile(
     r"_seconds|_time|_ms|process_|python_|_memory|_bytes|_ratio|_per_second|_perc|created|iteration_tokens"
     r"|engine_step|:generation_tokens_total|gc_pause"
 )
-VARYING_SAMPLES = re.compile(r"(inter_token_latency|time_per_output_token|gc_pause)_seconds_count|handler=\"none\"")
+VARYING_SAMPLES = re.compile(
+    r"(inter_token_latency|time_per_output_token|gc_pause)_seconds_count|handler=\"(none|/v1/(batches|responses)/[^/]*)\""
+)
 """Counts of events, of collections of garbage, and of requests that are repeated until something has happened."""
 """Of metrics: the values of these depend on the machine or on the time. So do the engine's steps, as they go on until
 the client has seen a stop string."""

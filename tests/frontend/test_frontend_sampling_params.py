@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace import InvalidRequestError, RequestOutputKind, SamplingParams
+from headrace import InvalidRequestError, PoolingParams, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.sampling_params import FIELDS
+from headrace.ipc.messages import Pool, Pooling
 
 
 def test_the_defaults_are_vllms() -> None:
@@ -204,3 +205,26 @@ def test_a_requests_parameters_are_frozen_and_the_callers_are_its_own() -> None:
     copied.max_tokens = 4
     with pytest.raises(InvalidRequestError, match=r"SamplingParams\.n = 0"):
         params.frozen()
+
+
+def test_pooling_parameters_that_were_checked_keep_their_task_and_a_clone_is_free() -> None:
+    pooling = Pooling(kinds=("embed",), tokens="LAST", width=8, dimensions=())
+    checked = PoolingParams(dimensions=4).freeze(pooling, "m")
+    assert checked.checked_task == Pool(kinds=("embed",), dimensions=4)
+    with pytest.raises(AttributeError, match=r"PoolingParams\.dimensions: .* was checked"):
+        checked.dimensions = 2
+    free = checked.clone()
+    free.dimensions = 2
+    assert (free.checked_task, checked.dimensions) == (None, 4)
+    with pytest.raises(InvalidRequestError, match="range"):
+        PoolingParams(dimensions=9).freeze(pooling, "m")
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
+@pytest.mark.parametrize("value", [(), [], 0, "", {}])
+def test_what_is_empty_and_no_list_is_refused_as_what_is_not_empty(name: str, value: Any) -> None:
+    if isinstance(value, list | tuple) and name != "allowed_token_ids":
+        assert not getattr(SamplingParams(**{name: value}), name)
+        return
+    with pytest.raises(InvalidRequestError, match=rf"SamplingParams\.{name}"):
+        SamplingParams(**{name: value})

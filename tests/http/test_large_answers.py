@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ import pytest
 
 from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.http.apis.openai import answer as answers
-from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, encoded, prompt_is_told
+from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, AnswerContext, encoded, prompt_is_told
 from headrace.frontend.http.apis.openai.bodies import (
     AssistantMessage,
     ChatChoice,
@@ -30,6 +32,9 @@ from headrace.frontend.http.apis.openai.bodies import (
     TopLogprob,
     Usage,
 )
+from headrace.frontend.http.apis.openai.chat import ChatAnswer
+from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, ChatMessage
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server import event_stream
 from headrace.frontend.http.server.event_stream import EventStream, KeepAlive
 from headrace.frontend.http.server.generation import INLINE_TOKENS, Answer, Generator, PreparedRequest
@@ -229,3 +234,12 @@ def test_events_of_many_outputs_leave_in_shares_and_each_output_has_its_turn(mon
     assert [write.split()[0] for write in wire.writes[:4]] == [b"0", b"1", b"2", b"3"]
     assert all(len(write.split()) == 1 for write in wire.writes[:-1])
     assert wire.writes[-1].endswith(b"end")
+
+
+def test_an_answer_in_progress_keeps_no_messages() -> None:
+    request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 1000)])
+    engine = types.SimpleNamespace(client=types.SimpleNamespace(tokenizer=None), names=["m"])
+    num_held = sys.getrefcount(request)
+    answer = ChatAnswer(AnswerContext(request, "r", engine, ServeOptions()))
+    assert answer.model == "m"
+    assert sys.getrefcount(request) == num_held

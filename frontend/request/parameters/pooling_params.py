@@ -122,7 +122,8 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
                 raise InvalidRequestError(
                     f"PoolingParams.{name} must be an integer of at least {least}, not {value!r:.100}"
                 )
-            setattr(self, name, plain)
+            if plain is not value:
+                setattr(self, name, plain)
         if self.prompt_name is not None and not isinstance(self.prompt_name, str):
             raise InvalidRequestError(f"PoolingParams.prompt_name must be a text, not {self.prompt_name!r:.100}")
         if (ids := self.returned_token_ids) is not None:
