@@ -144,14 +144,14 @@ def test_a_response_in_pieces_is_what_it_is_in_one(
 def test_no_call_writes_more_than_a_few_hundred_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one call writes, nobody else can interrupt."""
     longest = []
-    encode = answers._encode
+    encode = answers.encode
 
     def watched(value: Any) -> bytes:
         written = encode(value)
         longest.append(len(written))
         return written
 
-    monkeypatch.setattr(answers, "_encode", watched)
+    monkeypatch.setattr(answers, "encode", watched)
     for make in (completion, chat):
         for shape in ((1, 20_000), (700, 20)):
             encoded(make(*shape))
