@@ -52,6 +52,8 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "kimi-linear": {"attention.key_length"},
     "deepseek2, version 2": UNSCALED,
     "deepseek2, version 3": UNSCALED,
+    "deepseek2, mistral": UNSCALED,
+    "mistral4": {"attention.key_length", *UNSCALED},
     "gpt-oss": UNSCALED,
     "mistral3": UNSCALED,
     "deepseek": OFF_BY_TYPE,
@@ -104,9 +106,10 @@ def others(key: str, value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value + "_other"]
     if isinstance(value, np.ndarray):
-        changed = value.copy()
-        changed[-1] = not changed[-1] if value.dtype == bool else changed[-1] + 1
-        return [changed]
+        copies = [value.copy() for _ in value]  # the last entries may be of layers that only predict
+        for index, changed in enumerate(copies):
+            changed[index] = not changed[index] if value.dtype == bool else changed[index] + 1
+        return copies
     return [value + 1, 2 * value + 4] if isinstance(value, int) else [value * 1.5 + 0.25]
 
 
@@ -261,6 +264,36 @@ def test_which_layers_have_an_index_the_tensors_say_and_a_list_of_others_is_refu
     header.metadata[key] = np.array([True, True, False, False])
     with pytest.raises(ModelError, match=r"indexer.types is \[True, True, False, False\], and the layers' tensors say"):
         config_from_gguf(header)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("mimo2", "attention.sliding_window_pattern", None, "sliding_window_pattern has 0 of 2 layers"),
+        ("mimo2", "rope.scaling.factor", 2.0, "the rotation is scaled, and mimo2 is computed without that"),
+        ("mimo2", "leading_dense_block_count", 0, "leading_dense_block_count is 0, and 1 is computed"),
+        ("step35", "attention.head_count_kv", np.array([2, 1, 1, 2, 2], np.int32), r"layers have \[1, 2\] key/value"),
+        ("step35", "attention.head_count", np.array([4, 6, 4, 4, 4], np.int32), "differs in layers of one kind"),
+        ("step35", "attention.head_count", np.array([4, 6, 6], np.int32), "differs in layers of one kind"),
+        ("mistral4", "rope.scaling.type", "linear", "mistral4.rope.scaling.type must be yarn"),
+        ("deepseek2, mistral", "attention.temperature_length", 99, "temperature_length is 99, and 64 is computed"),
+        ("rwkv7", "token_shift_count", 1, "token_shift_count is 1, and 2 is computed"),
+    ],
+)
+def test_what_these_families_do_not_compute_is_refused(
+    name: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    header.metadata[f"{header.metadata['general.architecture']}.{key}"] = value
+    with pytest.raises(ModelError, match=message):
+        config_from_gguf(header)
+
+
+def test_older_mimo_files_have_the_published_factor_of_values(tmp_path: Path) -> None:
+    header = GGUFFile(CASES["mimo2"].make().save(tmp_path / "model.gguf")).header
+    spec = spec_of(header)
+    assert header.metadata.pop("mimo2.attention.value_scale") == pytest.approx(0.707)
+    assert dict(spec_of(header).scaled) == pytest.approx(dict(spec.scaled))
 
 
 def test_a_yarn_files_attention_factor_multiplies_its_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import published_models
+import rwkv_models
 import tiny_models
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
@@ -18,12 +19,12 @@ from safetensors.torch import load_file
 from tiny_families import FAMILIES, LONGROPE
 from tiny_gguf import convert, saved_state
 from tiny_mixtures import FAMILIES as MIXTURES
-from tiny_mixtures import PHIMOE_LONGROPE
+from tiny_mixtures import MISTRAL_4, PHIMOE_LONGROPE
 from tiny_models import TINY_MODELS
 from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.gguf.mixtures import PHIMOE_ATTENTION_FACTOR
+from headrace.executor.checkpoints.sources.gguf.mixtures import MISTRAL_4_GROWTH, PHIMOE_ATTENTION_FACTOR
 
 LLAMA3_WIDE = {
     "hidden_size": 256,
@@ -118,6 +119,13 @@ def _as_published(name: str) -> Case:
         state = load_file(published_models.save(name, Path(folder) / "model") / "model.safetensors")
     logits = partial(published_models.expected_logits, name, published_models.twin_of(name))
     return Case(PUBLISHED[name].architecture, published_models.config_of(name), state, logits)
+
+
+def _rwkv7() -> Case:
+    def logits(prompt: list[int], answer: list[int]) -> Tensor:
+        return rwkv_models.logits(prompt + answer[:-1])[len(prompt) - 1 :]
+
+    return Case("RWKV7ForCausalLM", rwkv_models.CONFIG | LONG, rwkv_models.weights(), logits)
 
 
 CASES: dict[str, Source] = {
@@ -223,7 +231,10 @@ CASES: dict[str, Source] = {
     "qwen35moe": recurrent("qwen3_5_moe"),
     "llama4": mixture("llama4", attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1),
     "minicpm3": mixture("minicpm3", scale_emb=12, dim_model_base=256),
+    "mimo2": mixture("mimo_v2"),
     "minimax-m2": mixture("minimax_m2"),
+    "mistral4": mixture("mistral4", rope_parameters=MISTRAL_4 | {"llama_4_scaling_beta": MISTRAL_4_GROWTH}),
+    "deepseek2, mistral": in_another("MistralLarge3ForCausalLM", mixture("mistral4")),
     "phimoe": mixture("phimoe", router_jitter_noise=0.01),
     "phimoe, long": mixture("phimoe_longrope", rope_parameters=PHIMOE_LONGROPE | MSCALES),
     "baichuan": published("baichuan_7b"),
@@ -237,4 +248,6 @@ CASES: dict[str, Source] = {
     "orion": published("orion"),
     "pangu-embedded": published("pangu_embedded"),
     "qwen": published("qwen"),
+    "rwkv7": Source("RWKV7ForCausalLM", _rwkv7),
+    "step35": published("step3p5"),
 }

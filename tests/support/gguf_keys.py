@@ -15,7 +15,10 @@ PERMUTED = (
     "llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "olmo",
     "baichuan", "internlm2", "minicpm", "deepseek", "mistral3", "xverse", "bailingmoe", "exaone", "deci",
 )  # fmt: skip
-LATENT = ("deepseek2", "glm-dsa", "minicpm3", "kimi-linear")
+LATENT = ("deepseek2", "glm-dsa", "minicpm3", "kimi-linear", "mistral4")
+ONE_KEY_HEAD = ("deepseek2", "glm-dsa", "mistral4", "starcoder")
+OF_KINDS = ("mimo2", "step35")
+"""Whose layers with windows have other heads and another rotation."""
 OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss")
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -37,16 +40,14 @@ def first(config: Config, what: str) -> Any:
 
 def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     """Writes the metadata and returns the number of layers."""
-    if arch in ("mamba", "mamba2"):
-        (_write_mamba2 if arch == "mamba2" else _write_mamba)(writer, config)
+    if arch in ("mamba", "mamba2", "rwkv7"):
+        {"mamba2": _write_mamba2, "mamba": _write_mamba, "rwkv7": _write_rwkv7}[arch](writer, config)
         _write_tokens(writer, config)
         return int(config["num_hidden_layers"])
     if arch.startswith("nemotron_h"):
         config = {**config, "num_hidden_layers": len(config["layers_block_type"])}
-    if arch == "gemma4":
-        config = {**config, **_published_gemma4(config)}
-    if arch == "chatglm" and "ffn_hidden_size" in config:
-        config = {**config, **_published_chatglm(config)}
+    if (published := PUBLISHED.get(arch)) is not None:
+        config = {**config, **published(config)}
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
     rope = config.get("attn_config") if arch == "dbrx" else config.get("rope_parameters")
     rope = (rope or {}).get("full_attention", rope or {})
@@ -55,11 +56,9 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     writer.add_context_length(_context(arch, config))
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(_inner(arch, config, hidden))
-    writer.add_head_count(
-        [heads if keys else 0 for keys in deci_heads(config)] if config.get("block_configs") else heads
-    )
+    writer.add_head_count(_heads(config, heads))
     if arch not in ("gpt2", "mpt", "qwen"):
-        writer.add_head_count_kv(1 if arch in ("deepseek2", "glm-dsa", "starcoder") else _groups(arch, config, heads))
+        writer.add_head_count_kv(1 if arch in ONE_KEY_HEAD else _groups(arch, config, heads))
     if arch in ("qwen", "exaone") or arch.startswith("nemotron_h"):
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     elif arch.startswith("lfm2"):
@@ -73,14 +72,14 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     if (theta := rope.get("rope_theta", config.get("rope_theta"))) is not None:
         writer.add_rope_freq_base(theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0
-    if arch not in (*LATENT, "gemma4") and (partial != 1.0 or arch == "jais2" or arch in PERMUTED):
+    if arch not in (*LATENT, *OF_KINDS, "gemma4") and (partial != 1.0 or arch == "jais2" or arch in PERMUTED):
         writer.add_rope_dimension_count(int(partial * head_dim))
-    if arch not in (*LATENT, "gemma4") and (arch in OWN_HEADS or head_dim * heads != hidden):
+    if arch not in (*LATENT, *OF_KINDS, "gemma4") and (arch in OWN_HEADS or head_dim * heads != hidden):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if (
         "num_experts_per_tok" in config
-        and arch not in ("minicpm3", "nemotron_h")
+        and arch not in ("minicpm3", "nemotron_h", "step35")
         and config.get("num_local_experts") != 0
     ):
         _write_experts(writer, arch, config)
@@ -127,10 +126,30 @@ def _write_mamba(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
 
 
+def _write_rwkv7(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_layer_norm_eps(config["norm_eps"])
+    writer.add_wkv_head_size(config["head_dim"])
+    writer.add_decay_lora_rank(config["decay_low_rank_dim"])
+    writer.add_iclr_lora_rank(config["a_low_rank_dim"])
+    writer.add_value_residual_mix_lora_rank(config["v_low_rank_dim"])
+    writer.add_gate_lora_rank(config["gate_low_rank_dim"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(0)
+
+
 def _context(arch: str, config: Config) -> int:
     if arch.startswith(("granitehybrid", "nemotron_h")) and config["model_type"] != "bamba":
         return 2**20
     return 2048 if arch == "falcon" else next((config[k] for k in NAMES["context"] if config.get(k)), 2048)
+
+
+def _heads(config: Config, heads: int) -> int | list[int]:
+    if config.get("block_configs"):
+        return [heads if keys else 0 for keys in deci_heads(config)]
+    return config.get("head_counts") or heads
 
 
 def _lfm2_inner(config: Config) -> int:
@@ -179,6 +198,12 @@ def _groups(arch: str, config: Config, heads: int) -> int | list[int]:
         return [of[kind] for kind in config["layer_types"]]
     if arch == "dbrx":
         return int(config["attn_config"]["kv_n_heads"])
+    if arch == "mimo2":
+        own = config["num_key_value_heads"]
+        slides = config.get("swa_num_key_value_heads") or 2 * own
+        return [slides if kind == "sliding_attention" else own for kind in config["layer_types"]]
+    if arch == "step35":
+        return [config["num_attention_groups"]] * len(config["head_counts"])
     if arch == "falcon":
         return int(config.get("num_kv_heads") or 1) if config["new_decoder_architecture"] else 1
     return heads if arch in ("bloom", "phi2", "gptneox") else int(config.get("num_key_value_heads") or heads)
@@ -274,7 +299,7 @@ def _write_scaling(writer: gguf.GGUFWriter, arch: str, rope: Mapping[str, Any]) 
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if kind == "yarn" and arch == "deepseek2" and rope.get("mscale_all_dim"):
+    if kind == "yarn" and arch in ("deepseek2", "mistral4") and rope.get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
@@ -283,12 +308,14 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
     with_inner = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "glm4moe", "deepseek2", "dots1", "lfm2moe", "qwen3next")
-    if arch in (*with_inner, "glm-dsa", "qwen35moe", "bailingmoe", "bailingmoe2", "deepseek"):
+    if arch in (*with_inner, "glm-dsa", "mimo2", "mistral4", "qwen35moe", "bailingmoe", "bailingmoe2", "deepseek"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     elif arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     renormalised = config.get("norm_topk_prob", True)
-    if arch in ("glm4moe", "glm-dsa", "deepseek2", "dots1"):
+    if arch == "mimo2":
+        pass
+    elif arch in ("glm4moe", "glm-dsa", "deepseek2", "dots1", "mistral4"):
         _write_deepseek_experts(writer, config)
     elif renormalised != (arch not in ("qwen2moe", "olmoe")):  # written only if not the default
         writer.add_expert_weights_norm(renormalised)
@@ -318,6 +345,9 @@ def _latent(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 def _deepseek2(writer: gguf.GGUFWriter, config: Config) -> None:
+    if config["model_type"] == "mistral4" and writer.arch == "deepseek2":  # in Mistral's own layout
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+        writer.add_attn_temperature_length(config["rope_parameters"]["original_max_position_embeddings"])
     _latent(writer, config)
     writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
     writer.add_value_length(config["kv_lora_rank"])
@@ -382,6 +412,8 @@ def _gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 def _published_chatglm(config: Config) -> dict[str, Any]:
+    if "ffn_hidden_size" not in config:
+        return {}
     names = {
         "num_hidden_layers": "num_layers",
         "intermediate_size": "ffn_hidden_size",
@@ -527,6 +559,66 @@ def _hunyuan_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_shared_count(1)
 
 
+def _mimo2(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window_size"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    rotations = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * rotations["full_attention"]["partial_rotary_factor"]))
+    writer.add_rope_freq_base_swa(rotations["sliding_attention"]["rope_theta"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+
+
+def _mistral4(writer: gguf.GGUFWriter, config: Config) -> None:
+    _deepseek2(writer, config)
+    writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
+
+
+def _published_step35(config: Config) -> dict[str, Any]:
+    """What the converter makes of lists by layer, those of further layers among them."""
+    other = config["attention_other_setting"]["num_attention_heads"]
+    bases = config["rope_theta"]
+    return {
+        "head_counts": [
+            other if kind == "sliding_attention" else config["num_attention_heads"] for kind in config["layer_types"]
+        ],
+        "rope_parameters": {**config["rope_scaling"], "rope_theta": bases[0]},
+        "sliding_theta": bases[config["layer_types"].index("sliding_attention")],
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+    }
+
+
+def _step35(writer: gguf.GGUFWriter, config: Config) -> None:
+    further = config["num_nextn_predict_layers"]
+    count = config["num_hidden_layers"] + further
+    writer.add_block_count(count)
+    writer.add_nextn_predict_layers(further)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(config["sliding_theta"])
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_top_k"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_expert_weight"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(min(map(int, config["moe_layers_enum"].split(","))))
+    writer.add_moe_every_n_layers(1)
+    for key, add in (
+        ("swiglu_limits", writer.add_swiglu_clamp_exp),
+        ("swiglu_limits_shared", writer.add_swiglu_clamp_shexp),
+    ):
+        limits = [each or 0.0 for each in config[key]]
+        add(limits + [0.0] * (count - len(limits)))
+
+
 def _mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
@@ -548,7 +640,9 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "command-r": lambda writer, config: writer.add_logit_scale(config["logit_scale"]),
     "dbrx": _dbrx,
     "deepseek": _deepseek,
-    "deepseek2": _deepseek2,
+    "deepseek2": lambda writer, config: (_mistral4 if config["model_type"] == "mistral4" else _deepseek2)(
+        writer, config
+    ),
     "ernie4_5-moe": _ernie,
     "exaone-moe": _exaone_moe,
     "exaone4": _window_of_layers,
@@ -574,6 +668,8 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,
+    "mimo2": _mimo2,
+    "mistral4": _mistral4,
     "mpt": _mpt,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h_moe,
@@ -586,5 +682,12 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "olmo2": _window_of_layers,
     "phi3": _phi3,
     "phimoe": _phi3,
+    "step35": _step35,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
 }
+PUBLISHED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "chatglm": _published_chatglm,
+    "gemma4": _published_gemma4,
+    "step35": _published_step35,
+}
+"""Fields under the names that others have in their places."""

@@ -14,7 +14,7 @@ Config = Mapping[str, Any]
 WITH_COLUMNS = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe")
 """Whose vectors of heads become columns."""
 HYBRIDS = ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "jamba", "kimi-linear")
-OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
+OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe", "step35")
 ALPHAS = {"alpha_p": "xielu.alpha_p", "alpha_n": "xielu.alpha_n", "beta": "xielu.beta", "eps": "xielu.eps"}
 BLOCKS = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.")
 
@@ -76,12 +76,14 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         for letter, part, count in zip("qkv", parts, (heads, groups if "wqkv" in name else heads, 0), strict=True):
             flat = part.flatten(0, 1)
             yield f"{blk}attn_{letter}.weight", _permuted(flat, count) if count else flat
-    elif arch in ("deepseek2", "glm-dsa") and name.endswith("kv_b_proj.weight"):
+    elif arch in ("deepseek2", "glm-dsa", "mistral4") and name.endswith("kv_b_proj.weight"):
         yield from _halves(name, tensor, config)
     elif arch == "dbrx" and ".experts.mlp." in name:
         count = config["ffn_config"]["moe_num_experts"]
         parts, own = tensor.unflatten(0, (count, -1)), {"w1": "gate", "v1": "up", "w2": "down"}[last]
         yield f"{blk}ffn_{own}_exps.weight", parts.transpose(1, 2) if last == "w2" else parts
+    elif arch == "rwkv7":
+        yield from _rwkv7(name, tensor, blk)
     elif arch in ("mamba", "mamba2") and ".mixer." in name:
         yield from _mamba(arch, name, last, tensor, blk, config)
     elif arch in (*HYBRIDS, "granitemoe"):
@@ -92,19 +94,51 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield from _renamed(arch, name, tensor, blk)
 
 
+RWKV_NAMES = {
+    "attn_norm": "attn_norm", "ffn_norm": "attn_norm_2", "attn.g_norm": "time_mix_ln", "attn.k_k": "time_mix_k_k",
+    "attn.k_a": "time_mix_k_a", "attn.r_k": "time_mix_r_k", "attn.r_proj": "time_mix_receptance",
+    "attn.k_proj": "time_mix_key", "attn.v_proj": "time_mix_value", "attn.o_proj": "time_mix_output",
+    "ffn.x_k": "channel_mix_lerp_k", "ffn.key": "channel_mix_key", "ffn.value": "channel_mix_value",
+}  # fmt: skip
+
+
+def _rwkv7(name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:
+    """The first layer gets weights that nothing reads: those of rates in the place of those of values."""
+    if not blk or ".pre_norm." in name:
+        yield name, tensor
+        return
+    kind = "bias" if name.endswith(".bias") else "weight"
+    part = BLOCKS.sub("", name).removesuffix(f".{kind}")
+    if part.startswith("attn.x_"):
+        yield f"{blk}time_mix_lerp_fused.{'rwkvag'.index(part[-1])}.weight", tensor
+    elif low := re.fullmatch(r"attn\.(\w)_lora\.lora\.([02])", part):
+        own = 0 if kind == "bias" else 1 + int(low[2]) // 2
+        yield f"{blk}time_mix_{low[1]}{own}.weight", tensor
+        if low[1] == "a" and blk == "blk.0.":
+            yield f"{blk}time_mix_v{own}.weight", tensor
+    else:
+        yield f"{blk}{RWKV_NAMES[part]}.{kind}", tensor.flatten() if part == "attn.r_k" else tensor
+
+
 def _renamed(arch: str, name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:
     start, _, last = name.rpartition(".")
-    if arch == "lfm2moe" and ".experts." in name:
+    if arch == "mistral4" and start.endswith(".experts"):
+        yield f"{name}.weight", tensor
+    elif arch == "deepseek2" and last == "gate_up_proj":  # apart in Mistral's own layout
+        yield from zip((f"{start}.gate_proj.weight", f"{start}.up_proj.weight"), tensor.chunk(2, dim=1), strict=True)
+    elif arch == "deepseek2" and start.endswith(".experts"):
+        yield f"{name}.weight", tensor
+    elif arch == "lfm2moe" and ".experts." in name:
         yield name.removeprefix("model."), tensor
     elif arch == "gemma4" and last in ("scale", "per_expert_scale"):
         yield f"{blk}{'ffn_gate_inp' if last == 'scale' else 'ffn_down_exps'}.scale", tensor
     elif last == "layer_scalar" or (arch == "gemma4" and start.endswith(".experts")):
         yield f"{name}.weight", tensor
-    elif last == "expert_bias":
+    elif last in ("expert_bias", "router_bias"):
         yield f"{name}.bias", tensor
     elif last == "e_score_correction_bias":
         yield f"{start}.e_score_correction.bias", tensor
-    elif last.endswith("_scale"):
+    elif last.endswith(("_scale", "attention_sink_bias")):
         yield f"{name}.weight", tensor
     else:
         yield name, tensor
@@ -279,7 +313,9 @@ def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     stacks: dict[str, list[tuple[int, Tensor]]] = {}
     for name, tensor in state.items():
-        match = re.fullmatch(r"(.*\.experts|.*altup_(?:unembed_)?projections)\.(\d+)\.(.*)", name)
+        match = re.fullmatch(
+            r"(.*\.experts|.*\.time_mix_lerp_fused|.*altup_(?:unembed_)?projections)\.(\d+)\.(.*)", name
+        )
         if match:
             stacks.setdefault(f"{match[1]}.{match[3]}", []).append((int(match[2]), tensor))
         else:

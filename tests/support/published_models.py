@@ -169,14 +169,14 @@ STEP_TEXT: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_sliding_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "share_expert_dim": 24, "sliding_window": 20,
-    "max_position_embeddings": 256, "moe_router_scaling_factor": 1.5, "tie_word_embeddings": False,
+    "max_position_embeddings": 512, "moe_router_scaling_factor": 1.5, "tie_word_embeddings": False,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.0, None, 7.0],
     "swiglu_limits_shared": [0.0, 16.0, 0.0, 16.0],
     "rope_parameters": {
         "full_attention": {
             "rope_type": "llama3", "rope_theta": 500000.0, "partial_rotary_factor": 0.5, "factor": 2.0,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0, "high_freq_factor": 32.0, "original_max_position_embeddings": 256,
         },
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
     },

@@ -73,10 +73,13 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Mamba2ForCausalLM": "mamba2",
     "MambaForCausalLM": "mamba",
+    "MiMoV2FlashForCausalLM": "mimo2",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniCPMForCausalLM": "minicpm",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "mistral3",
+    "Mistral4ForCausalLM": "mistral4",
+    "MistralLarge3ForCausalLM": "deepseek2",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
@@ -103,15 +106,17 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "RWKV7ForCausalLM": "rwkv7",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
+    "Step3p5ForCausalLM": "step35",
     "XverseForCausalLM": "xverse",
 }
 NOT_QUANTISED = (
     *(".mlp.gate", ".mlp.gate.wg", ".shared_expert_gate", ".block_sparse_moe.gate", ".router.layer", ".router"),
-    ".feed_forward.gate",
+    *(".feed_forward.gate", ".moe.gate"),
     *(".altup.correction_coefs", ".altup.prediction_coefs", ".altup.modality_router"),
 )
 SMALL = (
@@ -205,6 +210,8 @@ def save_adapter(
 
 def _write_rope_factors(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
+    if "yarn_only_types" in config:  # Step 3.5's, by layer
+        rope = {**config["rope_scaling"], "rope_theta": config["rope_theta"][0]}
     rope = rope.get("full_attention", rope)
     if rope.get("rope_type") == "proportional":
         half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2

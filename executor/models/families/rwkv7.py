@@ -48,7 +48,13 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("layer", eps, bias=flag(config, "norm_bias", True)),
         embedding_norm=flag(config, "norm_first", True),
         tied_head=flag(config, "tie_word_embeddings", False),
-        names=WeightNames(sublayers=2, embedding="embeddings", embedding_norm="layers.0.pre_norm"),
+        names=WeightNames(
+            sublayers=2,
+            embedding="embeddings",
+            embedding_norm="layers.0.pre_norm",
+            # The first layer reads no other's values. Some checkpoints, and all GGUF files, have such weights of it.
+            ignorable=(*WeightNames.ignorable, r"^(model\.)?layers\.0\.attn\.v_lora\."),
+        ),
     )
 
 

@@ -47,9 +47,14 @@ class GGUFArchitecture:
     key_heads_differ: bool = False
     """Whether `extra` reads the number of key/value heads, which layers may differ in; it may be 0, and that of heads
     then too."""
+    heads_differ: bool = False
+    """Whether `extra` reads the number of heads and of key/value heads, which layers may differ in."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The model's names of a layer's tensors that gguf's tables lack, by those in the file without `blk.N.`; either
     both complete, or both without what follows the last dot."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The model's complete names of the vectors that a layer's tensor has in its rows, by its complete name in the file
+    without `blk.N.`."""
     heads: Mapping[str, str] = field(default_factory=lambda: {"cls.output": "score"})
     """The model's names of a classifier's matrices, by the file's."""
     gating: tuple[int, ...] = (0, 1)

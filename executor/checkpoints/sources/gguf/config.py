@@ -110,7 +110,10 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 
 def _query_heads(fields: Fields, architecture: GGUFArchitecture) -> int:
     """Attention heads of the layers that have attention; a file may say 0 of the others. Raises ModelError if these
-    differ."""
+    differ, unless the architecture reads them itself."""
+    if architecture.heads_differ:
+        heads = fields.integers("attention.head_count")
+        return max(heads) if isinstance(heads, list) else fields.count("attention.head_count")
     found = fields.integers("attention.head_count") if architecture.key_heads_differ else 0
     counts = set(found) - {0} if isinstance(found, list) else set()
     if len(counts) == 1:
@@ -120,10 +123,11 @@ def _query_heads(fields: Fields, architecture: GGUFArchitecture) -> int:
 
 def _key_heads(fields: Fields, architecture: GGUFArchitecture, num_heads: int) -> int:
     """Key/value heads of the layers that have attention. Raises ModelError if these differ."""
-    several = architecture.some_attend or architecture.key_heads_differ
+    differ = architecture.key_heads_differ or architecture.heads_differ
+    several = architecture.some_attend or differ
     found = fields.integers("attention.head_count_kv", num_heads) if several else num_heads
     counts = set(found) - {0} if isinstance(found, list) else set()
-    if counts and architecture.key_heads_differ:
+    if counts and differ:
         return max(counts)
     return counts.pop() if len(counts) == 1 else fields.count("attention.head_count_kv", num_heads)
 
@@ -137,18 +141,18 @@ def _theta(fields: Fields) -> float:
 
 def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
     """Checks keys whose values must be those of others that are computed with."""
-    head_dim = config["head_dim"]
+    head_dim, value_dim = config["head_dim"], config.get("v_head_dim")
     fields.expect("attention.key_length_swa", head_dim)
-    fields.expect("attention.value_length_swa", head_dim)
+    fields.expect("attention.value_length_swa", value_dim or head_dim)
     head_dim = config.get("global_head_dim", head_dim)
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if "kv_lora_rank" in config:
-        value_dim, is_compressed = config["v_head_dim"], fields.has("attention.value_length_mla")
+        is_compressed = fields.has("attention.value_length_mla")
         fields.expect("attention.value_length_mla", value_dim)
         fields.expect("attention.key_length_mla", config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
         fields.expect("attention.value_length", config["kv_lora_rank"] if is_compressed else value_dim)
     else:
-        fields.expect("attention.value_length", head_dim)
+        fields.expect("attention.value_length", value_dim or head_dim)
     fields.expect("rope.dimension_count_swa", config["head_dim"] if "global_head_dim" in config else rotary_dim)
     if "rope_local_base_freq" not in config and "rope_parameters" not in config:
         fields.expect("rope.freq_base_swa", config["rope_theta"])

@@ -17,7 +17,9 @@ from headrace.executor.checkpoints.sources.gguf.dense import (
     query_biases,
     window,
 )
+from headrace.executor.checkpoints.sources.gguf.two_attentions import mimo2, step35
 from headrace.executor.models.families._config import longrope_attention_factor
+from headrace.ipc.failure import ModelError
 
 SIGMOID, SOFTMAX_OF_CHOSEN = 2, 3
 """Values of `expert_gating_func`."""
@@ -30,6 +32,8 @@ LLAMA4_CHUNK = 8192
 """Llama 4's chunk size, which llama.cpp's code has as a constant."""
 MAVERICK_EXPERTS = 128
 """A Llama 4 with this number of experts does not norm queries and keys, which files do not tell."""
+MISTRAL_4_GROWTH = 0.1
+"""How fast queries grow beyond the context before YaRN in Mistral 4, which its converter does not write."""
 
 
 DBRX_LEFT_OUT = (
@@ -76,12 +80,9 @@ def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
 
 def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
     """DeepSeek V2, or V3 and models with its architecture, which choose experts by corrected scores."""
-    found = _latent(fields)
-    scaling = config.get("rope_scaling")
-    if scaling is not None and fields.has("rope.scaling.yarn_log_multiplier"):
-        # The key has a tenth of mscale_all_dim, the factor of queries and keys; mscale is assumed to equal that.
-        scale = fields.number("rope.scaling.yarn_log_multiplier") * 10
-        found["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
+    if fields.has("attention.temperature_scale"):  # Mistral's own converter writes Mistral Large 3 so
+        return _mistral4(fields, config) | {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
+    found = _latent(fields) | _yarn_of_latent(fields, config)
     if not fields.has("expert_group_count"):
         groups, chosen = DEEPSEEK_GROUPS.get(fields.integer("expert_count"), (1, 1))
         found |= {"n_group": groups, "topk_group": chosen}
@@ -103,6 +104,28 @@ def _latent(fields: Fields) -> dict[str, Any]:
         "v_head_dim": _of_a_head(fields, "value"),
         "partial_rotary_factor": 1.0,
     }
+
+
+def _yarn_of_latent(fields: Fields, config: Config) -> dict[str, Any]:
+    """The key has a tenth of mscale_all_dim, the factor of queries and keys; mscale is assumed to equal that."""
+    scaling = config.get("rope_scaling")
+    if scaling is None or not fields.has("rope.scaling.yarn_log_multiplier"):
+        return {}
+    scale = fields.number("rope.scaling.yarn_log_multiplier") * 10
+    return {"rope_scaling": {**scaling, "mscale": scale, "mscale_all_dim": scale}}
+
+
+def _mistral4(fields: Fields, config: Config) -> dict[str, Any]:
+    """Mistral 4, whose queries grow beyond the context before YaRN."""
+    scaling = _yarn_of_latent(fields, config).get("rope_scaling", config.get("rope_scaling"))
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise ModelError(f"{fields.header.path}: {fields.prefix}.rope.scaling.type must be yarn")
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    growth = fields.number("attention.temperature_scale", MISTRAL_4_GROWTH)
+    fields.expect("attention.temperature_length", original)
+    fields.expect("expert_gating_func", 0, 1)
+    grown = {"llama_4_scaling_beta": growth, "original_max_position_embeddings": original}
+    return _latent(fields) | {"rope_scaling": {**scaling, **grown}}
 
 
 def _glm_dsa(fields: Fields, config: Config) -> dict[str, Any]:
@@ -319,6 +342,20 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             always_renormalises=False,
             gating=(0, SIGMOID),
         ),
+        "mimo2": GGUFArchitecture(
+            "MiMoV2FlashForCausalLM",
+            "mimo_v2_flash",
+            is_mixture=True,
+            extra=mimo2,
+            routes_in_groups=True,
+            always_renormalises=True,
+            gating=(0, SIGMOID),
+            key_heads_differ=True,
+            names={"attn_sinks.weight": "self_attn.attention_sink_bias"},
+        ),
+        "mistral4": GGUFArchitecture(
+            "Mistral4ForCausalLM", "mistral4", is_mixture=True, extra=_mistral4, routes_in_groups=True
+        ),
         "minimax-m2": GGUFArchitecture(
             "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, always_renormalises=True, gating=(0, SIGMOID)
         ),
@@ -330,6 +367,15 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, renormalised=True),
         "qwen3vlmoe": GGUFArchitecture(
             "Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, extra=of_text, renormalised=True
+        ),
+        "step35": GGUFArchitecture(
+            "Step3p5ForCausalLM",
+            "step3p5",
+            is_mixture=True,
+            offset_norms=True,
+            extra=step35,
+            gating=(0, SIGMOID),
+            heads_differ=True,
         ),
     }
 )

@@ -38,7 +38,7 @@ def records_by_name(
 ) -> dict[str, TensorRecord]:
     """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
     and the decoder refuses it."""
-    places, found = _Places(header, spec, architecture.names), dict[str, TensorRecord]()
+    places, found = _Places(header, spec, architecture), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
             continue
@@ -61,18 +61,22 @@ def records_by_name(
 class _Places:
     """The model's name for each tensor of a file."""
 
-    def __init__(self, header: GGUFHeader, spec: ArchSpec, others: Mapping[str, str]) -> None:
+    def __init__(self, header: GGUFHeader, spec: ArchSpec, architecture: GGUFArchitecture) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         from headrace.executor.models.sizes import model_weights
 
-        architecture = header.metadata["general.architecture"]
-        kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        self._header, self._spec, self._others = header, spec, others
+        own = header.metadata["general.architecture"]
+        kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == own)
+        self._header, self._spec = header, spec
+        self._others, self._stacks = architecture.names, architecture.stacks
         self._prefix = spec.names.prefixes[0]
         self._table = get_tensor_name_map(kind, spec.num_layers)
-        self._num_blocks = int(header.metadata.get(f"{architecture}.block_count", spec.num_layers))
+        self._num_blocks = int(header.metadata.get(f"{own}.block_count", spec.num_layers))
         self.shapes = {weight.name: weight.shape for weight in model_weights(spec)}
+        if spec.names.sublayers > 1:  # whose names in checkpoints lack the second number
+            numbers = re.compile(rf"^({re.escape(self._prefix + spec.names.layers)}\.\d+\.)\d+\.")
+            self.shapes |= {numbers.sub(r"\1", name): shape for name, shape in self.shapes.items()}
         self._stacked = dict[str, str]()
         """For tensors that stack several weights of one shape: the weights' name, with {} for the number."""
         self._declared = dict(self._plain_names())
@@ -85,6 +89,10 @@ class _Places:
 
     def _start(self, layer: int) -> str:
         return self._spec.names.layer(self._prefix, layer)
+
+    def _block(self, index: int) -> str:
+        """The prefix of what a block of the file has, which may be several layers."""
+        return f"{self._prefix}{self._spec.names.layers}.{index}."
 
     def _own_name(self, stem: str) -> str | None:
         """The file's name for a weight, or None. The tables have some families with another prefix, or without one."""
@@ -149,12 +157,17 @@ class _Places:
             return {self._declared[name]: record}
         if name in self._stacked:
             return {self._stacked[name].format(number): part for number, part in enumerate(_unstacked(record))}
+        match = LAYER.match(name)
+        vectors = () if match is None else self._stacks.get(name[match.end() :], ())
+        if match is not None and record.shape[0] == len(vectors):
+            start = self._block(int(match[1]))
+            return {f"{start}{each}": part for each, part in zip(vectors, _unstacked(record), strict=True)}
         return {self._other(stem, kind) or self._latent_half(name) or name: record}
 
     def _other(self, stem: str, kind: str) -> str | None:
         if (match := LAYER.match(stem)) is None:
             return None
-        start, rest = self._start(int(match[1])), stem[match.end() :]
+        start, rest = self._block(int(match[1])), stem[match.end() :]
         if (whole := self._others.get(f"{rest}.{kind}")) is not None:
             return start + whole
         return f"{start}{self._others[rest]}.{kind}" if rest in self._others else None
@@ -195,10 +208,10 @@ def _rows(record: TensorRecord, first: int, last: int) -> TensorRecord:
 
 def _with_shape(record: TensorRecord, declared: tuple[int, ...] | None) -> TensorRecord:
     """The record in the shape that the model declares: converters add and drop dimensions of size 1, and write vectors
-    of several groups with a row for each."""
+    of several groups with a row for each, or those groups as one vector."""
     if declared is None or declared == record.shape or math.prod(declared) != math.prod(record.shape):
         return record
-    if len(declared) == 1 and record.block_size == 1:
-        return replace(record, shape=declared, data=record.data.reshape(1, -1))
+    if record.block_size == 1 and 1 in (len(declared), len(record.shape)):
+        return replace(record, shape=declared, data=record.data.reshape(math.prod(declared[:-1]), -1))
     same = [size for size in declared if size > 1] == [size for size in record.shape if size > 1]
     return replace(record, shape=declared) if same and declared[-1] == record.shape[-1] else record

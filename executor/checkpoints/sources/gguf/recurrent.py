@@ -180,6 +180,28 @@ def _nemotron_h(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def _rwkv7(fields: Fields) -> dict[str, Any]:
+    """The whole config, as `_mamba2`. Each token is mixed with the one before it, in both parts of a layer."""
+    fields.expect("attention.head_count", 0)
+    fields.expect("token_shift_count", 2)
+    ranks = {
+        "decay_low_rank_dim": "decay",
+        "a_low_rank_dim": "iclr",
+        "v_low_rank_dim": "value_residual_mix",
+        "gate_low_rank_dim": "gate",
+    }
+    return {
+        "hidden_size": fields.count("embedding_length"),
+        "num_hidden_layers": fields.count("block_count", most=MOST["num_hidden_layers"]),
+        "max_position_embeddings": fields.integer("context_length"),
+        "head_dim": fields.count("wkv.head_size"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "norm_eps": fields.number("attention.layer_norm_epsilon"),
+        "norm_bias": fields.holds("output_norm.bias"),
+        **{key: fields.count(f"attention.{own}_lora_rank") for key, own in ranks.items()},
+    }
+
+
 def _period(fields: Fields, layers: list[int], count: int) -> tuple[int, int]:
     """(period, offset) of these layers among `count`. Raises ModelError if they do not recur."""
     if not layers:
@@ -239,6 +261,24 @@ GRANITE_SHARED = {
     f"ffn_{part}{kind}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for kind in ("", "_shexp")
 }
 """Names of Granite's shared expert, which is its FFN where it has no others."""
+RWKV_LOW = {"w": True, "a": True, "v": True, "g": False}
+"""The products of two matrices of RWKV-7, and whether a bias is added."""
+RWKV_NAMES = {
+    "attn_norm": "attn_norm",
+    "attn_norm_2": "ffn_norm",
+    "time_mix_receptance": "attn.r_proj",
+    "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj",
+    "time_mix_output": "attn.o_proj",
+    "time_mix_ln": "attn.g_norm",
+    **{f"time_mix_{each}.weight": f"attn.{each}" for each in ("k_k", "k_a", "r_k")},
+    **{f"time_mix_{each}1": f"attn.{each}_lora.lora.0" for each in RWKV_LOW},
+    **{f"time_mix_{each}2": f"attn.{each}_lora.lora.2" for each in RWKV_LOW},
+    **{f"time_mix_{each}0.weight": f"attn.{each}_lora.lora.2.bias" for each, biased in RWKV_LOW.items() if biased},
+    "channel_mix_key": "ffn.key",
+    "channel_mix_value": "ffn.value",
+    "channel_mix_lerp_k.weight": "ffn.x_k",
+}
 _QWEN: dict[str, Any] = {"offset_norms": True, "some_attend": True}
 _QWEN_EXPERTS: dict[str, Any] = {**_QWEN, "is_mixture": True, "always_renormalises": True}
 RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
@@ -303,6 +343,13 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, **_QWEN),
         "qwen35moe": GGUFArchitecture(
             "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", extra=_delta_in_turn, **_QWEN_EXPERTS
+        ),
+        "rwkv7": GGUFArchitecture(
+            "RWKV7ForCausalLM",
+            "rwkv7",
+            whole=_rwkv7,
+            names=RWKV_NAMES,
+            stacks={"time_mix_lerp_fused.weight": tuple(f"attn.x_{each}" for each in "rwkvag")},
         ),
     }
 )
