@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,11 @@ from rank_threads import pool_for_each_rank
 from safetensors.torch import load_file, save_file
 from test_cpu_decoder import LIMITS
 from test_parallel_model import THREADS, first_logprobs
+from tiny_gguf import saved_state
+from tiny_mixtures import FAMILIES as MIXTURES
 from torch import Tensor
 from transformers.integrations import mxfp4
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
@@ -246,6 +250,46 @@ def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats_which_the_program_keeps
     decoder = opened(tmp_path)
     assert kinds_of(decoder) == {"float4", "F32"}
     assert error_of(decoder, model) < MOST_ERROR
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the section", "in it"])
+def test_experts_of_deepseek_v4_are_read_from_4_bit_floats(beside: bool, tmp_path: Path) -> None:
+    """In the published layout: experts in bytes of two codes, most other matrices in blocks, all scales exponents."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64)
+    model = tiny_models.make(MIXTURES["deepseek_v4"], vocab_size=320, q_lora_rank=32, **sizes)
+    state, section = saved_state(model), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    stored, read = dict(state), Fp8Dequantize(None)
+    for name, tensor in state.items():
+        start = name.removesuffix(".weight")
+        if ".experts." in name and ".shared_experts." not in name:
+            exponents, scales = made.mxfp4_scales(tensor)
+            stored[name] = made.in_fp4(tensor, scales)[0].view(torch.int8)
+        elif re.search(r"\.(wq_[ab]|wkv|wo_[ab]|w[123])\.weight$", name) and ".compressor." not in name:
+            blocks = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32, 0, -tensor.shape[0] % 32))
+            largest = blocks.abs().unflatten(1, (-1, 32)).unflatten(0, (-1, 32)).amax((1, 3))
+            exponents = ((largest / 448).log2().ceil() + 127).to(torch.uint8)
+            wide = (exponents.float() - 127).exp2().repeat_interleave(32, 0).repeat_interleave(32, 1)
+            stored[name] = (tensor / wide[: tensor.shape[0], : tensor.shape[1]]).to(torch.float8_e4m3fn)
+        else:
+            continue
+        stored[f"{start}.scale"] = exponents.view(torch.float8_e8m0fnu)
+        state[name] = read._dequantize_one(stored[name], stored[f"{start}.scale"], torch.float32)
+    assert {each.dtype for each in stored.values()} >= {torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu}
+    for folder, tensors, quantisation in (("published", stored, section), ("floats", state, None)):
+        (tmp_path / folder).mkdir()
+        save_file({name: each.contiguous() for name, each in tensors.items()}, tmp_path / folder / "model.safetensors")
+        config = model.config.to_dict() | {"architectures": ["DeepseekV4ForCausalLM"]}
+        if quantisation is not None:
+            where = config if beside else quantisation
+            where["expert_dtype"], config["quantization_config"] = "fp4", quantisation
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    expected = type(model).from_pretrained(tmp_path / "floats").eval()
+    expected.config._experts_implementation = "eager"
+    checkpoint = open_checkpoint(Options(model=str(tmp_path / "published")))
+    weights = checkpoint.weights()
+    assert weights.packed("model.layers.0.mlp.experts.0.gate_proj.weight").kind == "float4"
+    decoder = Decoder(spec_from_config(checkpoint.config), weights, torch.float32, "cpu")
+    assert error_of(decoder, expected.double()) < EXACT_ERROR
 
 
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ class Format(ABC):
     """Tools that wrote the checkpoints in its tests."""
     keys: ClassVar[Keys]
     """What each key of its configs means."""
+    outside: ClassVar[tuple[str, ...]] = ()
+    """Keys of its configs that checkpoints may have beside them, in the model's config."""
     marks: ClassVar[tuple[str, ...]]
     """Suffixes of tensors, after the module's name, that only quantised matrices have. One of them suffices to mark a
     matrix as quantised, so that the absence of any other is an error."""
@@ -187,6 +189,7 @@ def format_of(config: Config, asked: str | None) -> Format | None:
         )
         named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
         raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")
+    stored = {**{key: config[key] for key in own.outside if config.get(key) is not None}, **stored}
     check_keys(stored, own.keys, f"the {own.names[0]} config")
     if own.is_of_cache(stored):
         return None

@@ -4,17 +4,23 @@
 (DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it if `weight_scale_semantics` is inverse
 (GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). Scales of activations are ignored,
 since activations stay floats.
+
+With `expert_dtype` fp4 (DeepSeek V4) the experts are 4-bit floats: `weight` [rows, columns / 2] int8 has two codes in a
+byte, the first in the low half, and the scales are those of 32 neighbours.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.formats import (
+    BYTES,
     EXPONENTS,
     FLOATS,
     FLOATS_OF_8_BITS,
@@ -37,11 +43,13 @@ from headrace.executor.checkpoints.formats._keys import (
     RefusedKey,
     keys,
 )
-from headrace.executor.checkpoints.formats._scaled import floats_of_8_bits
+from headrace.executor.checkpoints.formats._scaled import floats_of_4_bits, floats_of_8_bits, powers_of_two
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 SCALES = ("weight_scale_inv", "weight_scale")
+EXPERT = re.compile(r"\.experts\.\d+\.")
+FP4_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,14 @@ class Fp8(Format):
             ("e4m3",),
             ("fp8 matrix", "fp8 rows", "fp8 blocks", "fp8 exponents", "fp8 exponents as bytes", "fp8 divisors"),
         ),
+        Stored(
+            "float8_e4m3fn in blocks, and experts in 4-bit floats in groups of 32 (DeepSeek V4)",
+            ("e4m3", "float4"),
+            ("test_experts_of_deepseek_v4_are_read_from_4_bit_floats",),
+            made_by="a writer in tests, compared with transformers' own reading of it",
+        ),
     )
+    outside = ("expert_dtype",)
     made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
     marks = SCALES
     keys: ClassVar[Keys] = {
@@ -73,6 +88,8 @@ class Fp8(Format):
     """Rows and columns of a block that shares a scale; None: the matrix or each row has one."""
     divides: bool = False
     """Whether codes are divided by the stored scales."""
+    fp4_experts: bool = False
+    """Whether experts are 4-bit floats."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -80,19 +97,24 @@ class Fp8(Format):
         for key in ("fmt", "format", "checkpoint_format"):
             if config.get(key) and "e4m3" not in str(config[key]).lower() and str(config[key]).lower() != "fp8":
                 raise ModelError(f"the fp8 config's {key} is {config[key]!r}; e4m3 is known")
-        if config.get("expert_dtype") not in (None, "fp8"):
-            raise ModelError(f"the fp8 config's expert_dtype is {config['expert_dtype']!r}; fp8 is known")
+        if (experts := config.get("expert_dtype")) not in (None, "fp4", "fp8"):
+            raise ModelError(f"the fp8 config's expert_dtype is {experts!r}; fp4 and fp8 are known")
         if semantics not in (None, "inverse"):
             raise ModelError(f"the fp8 config's weight_scale_semantics is {semantics!r}; inverse is known")
-        divides = semantics is not None
+        divides, fp4_experts = semantics is not None, experts == "fp4"
         if block is None:
-            return cls(None, divides)
+            return cls(None, divides, fp4_experts)
         numbers = block if isinstance(block, list | tuple) else ()
         if len(numbers) != 2 or not all(isinstance(each, int) and each > 0 for each in numbers):
             raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
-        return cls((numbers[0], numbers[1]), divides)
+        return cls((numbers[0], numbers[1]), divides, fp4_experts)
+
+    def _is_fp4(self, module: str) -> bool:
+        return self.fp4_experts and EXPERT.search(module) is not None
 
     def scheme(self, module: str) -> str:
+        if self._is_fp4(module):
+            return "fp4 in groups of 32"
         return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
 
     def parts(self, module: str, held: Container[str]) -> Parts:
@@ -101,6 +123,8 @@ class Fp8(Format):
         return {"weight": f"{module}.weight", "scales": f"{module}.{scales}"}
 
     def dtypes(self, module: str) -> Dtypes:
+        if self._is_fp4(module):
+            return {"weight": (torch.int8, *BYTES), "scales": EXPONENTS}
         return {"weight": FLOATS_OF_8_BITS, "scales": (*FLOATS, *EXPONENTS)}
 
     def beside(self, module: str) -> tuple[str, ...]:
@@ -108,13 +132,17 @@ class Fp8(Format):
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
         n, k = shapes["weight"]
-        return n, k
+        return n, 2 * k if self._is_fp4(module) else k
 
     def group(self, module: str, columns: int) -> int:
+        if self._is_fp4(module):
+            return FP4_GROUP
         return columns if self.block is None else self.block[1]
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         scales = tensors["scales"]
+        if self._is_fp4(module):
+            return floats_of_4_bits(module, tensors["weight"].view(torch.uint8), powers_of_two(scales), FP4_GROUP)
         own = 1 / scales.float() if self.divides else scales
         return floats_of_8_bits(module, tensors["weight"], own, block=self.block)
 

@@ -56,6 +56,7 @@ NAMES = WeightNames(
         (r"\.w3\.", ".up_proj."),
         (r"(^|\.)embed\.", r"\1embed_tokens."),
         (r"^head\.", "lm_head."),
+        (r"(?<!_hc)\.scale$", ".weight_scale_inv"),
     ),
 )
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

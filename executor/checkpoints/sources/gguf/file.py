@@ -203,8 +203,8 @@ class GGUFWeights(WeightSource):
         part = _decode(record, data[:, first_block * record.block_bytes : last_block * record.block_bytes])
         skipped = first_block * record.block_size
         part = part[:, first - skipped : last - skipped]
-        if len(record.shape) > 2 and rows is None and columns is None:
-            part = part.reshape(record.shape)
+        if len(record.shape) > 2 and columns is None and (rows is None or math.prod(record.shape[1:-1]) == 1):
+            part = part.reshape(-1, *record.shape[1:])
         return self._restored(name, part)
 
     def _packed(self, name: str) -> Packed:

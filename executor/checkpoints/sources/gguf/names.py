@@ -36,8 +36,8 @@ LATENT_HALVES = ("k_b_proj", "v_b_proj")
 def records_by_name(
     header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec, architecture: GGUFArchitecture
 ) -> dict[str, TensorRecord]:
-    """The file's tensors by the names that the model declares, without those that it may ignore. A tensor that the model
-    does not declare keeps its name, and the decoder refuses it."""
+    """The file's tensors by the names that the model declares, without those that it may ignore. A tensor that the
+    model does not declare keeps its name, and the decoder refuses it."""
     places, found = _Places(header, spec, architecture), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
