@@ -579,6 +579,13 @@ class EagerOps:
         return self._place.all_reduce(total)
 
 
+class OpsForOthers(EagerOps):
+    """Of a step in which this core has no tokens: nothing is mixed, and what is added to the stream is nobody's."""
+
+    def mix(self, op: Callable[..., Any], *values: Any) -> Any:
+        return values[0] if values else None
+
+
 class EagerLayerOps(EagerOps):
     """`blocks.LayerOps`. The residual stream is hidden + delta: the last contribution stays in `delta` until the next
     norm, whose kernel also adds."""
@@ -690,7 +697,7 @@ class Layer:
         """Computes this rank's experts for tokens of other engine cores, in a step in which this one has none."""
         if any(isinstance(each, EagerExperts) and each.are_divided for each in self._held.ffn.values()):
             nothing = torch.empty(0, self._spec.hidden_size, dtype=dtype)
-            self._layer.ffn.emit(EagerOps(self._place), self._held.ffn, nothing)
+            self._layer.ffn.emit(OpsForOthers(self._place), self._held.ffn, nothing)
 
     def _rows_to_fuse(self) -> int:
         """Most tokens of a step that `FusedOps` compute in this layer; 0: never."""

@@ -21,8 +21,9 @@ class EagerExpertsAndIdle(EagerExperts):
         super().__init__(weights, declared, prefix)
         self._num_experts = len(declared.gates)
         self._route = weights.kernel("route_experts", num_experts=self._num_experts + declared.num_idle)
-        self._adds_idle = weights.place.tp_rank == 0
-        """The ranks' results are added up."""
+        exchange = weights.place.exchange if self.are_divided else None
+        self._adds_idle = weights.place.tp_rank == 0 and (exchange is None or exchange.dp_rank == 0)
+        """The results of all ranks that share the experts are added up."""
 
     def _computed(self, x: Tensor, expert_ids: Tensor, shares: Tensor, *others: Any) -> Tensor:
         idle = expert_ids >= self._num_experts

@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 from headrace.core.options.plan import AttentionWork, Plan, StepWork
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import Attend, AttendLatent, Declared, LayerDeclaration, Linear, Norm, Weight
-from headrace.executor.models.blocks.experts import Experts
+from headrace.executor.models.blocks import (
+    Attend,
+    AttendLatent,
+    Declared,
+    ExpertStack,
+    LayerDeclaration,
+    Linear,
+    Norm,
+    Weight,
+)
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
 
@@ -106,10 +114,15 @@ def redundant_elements(spec: ArchSpec, num_redundant: int) -> int:
     """Number of parameters of `num_redundant` expert replicas in each layer."""
     found = 0
     for layer in () if spec.foreign else spec.layers:
-        if isinstance(ffn := layer.ffn, Experts):
-            stack = ffn.declare(spec)["experts"]
-            found += sum(math.prod(weight.shape) for weight in stack.weights()) * num_redundant // ffn.num_experts
+        if (stack := expert_stack(spec, layer)) is not None:
+            found += sum(math.prod(weight.shape) for weight in stack.weights()) * num_redundant // len(stack.gates)
     return found
+
+
+def expert_stack(spec: ArchSpec, layer: LayerSpec) -> ExpertStack | None:
+    """The experts among which a layer's FFN chooses, which ranks can divide; None if it has none."""
+    found = layer.ffn.declare(spec).get("experts")
+    return found if isinstance(found, ExpertStack) else None
 
 
 def prompt_logprobs_cost(spec: ArchSpec) -> float:

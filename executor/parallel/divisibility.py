@@ -12,8 +12,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
+from headrace.executor.models.sizes import expert_stack
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import OptionError
 
@@ -53,10 +53,11 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
             "enable_expert_parallel divides experts among ranks: it needs tensor_parallel_size=2 or more, or "
             "data_parallel_size=2 or more on one machine"
         )
-    if not any(isinstance(layer.ffn, Experts) for layer in spec.layers):
+    stacks = [stack for layer in spec.layers if (stack := expert_stack(spec, layer)) is not None]
+    if not stacks:
         raise OptionError(f"enable_expert_parallel: a {spec.architecture} has no experts to divide")
     if eplb is not None:
-        for count in sorted({layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, Experts)}):
+        for count in sorted({len(stack.gates) for stack in stacks}):
             _check_copies(spec, count, eplb.num_redundant_experts, options.tensor_parallel_size)
 
 

@@ -107,9 +107,10 @@ EXPERT_PARALLEL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4", "longcat_flash"])
 def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path, name: str) -> None:
-    """As one program and op by op; four experts of each rank, and shared experts that are divided by rows."""
+    """As one program and op by op; four experts of each rank, and shared experts that are divided by rows. LongCat's
+    experts are in an FFN of another kind, and some do nothing."""
     expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL)
 
 
@@ -124,7 +125,7 @@ BALANCED = EXPERT_PARALLEL | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4", "longcat_flash"])
 def test_experts_that_change_ranks_between_steps_answer_as_transformers_does(folder: Path, name: str) -> None:
     """As one program and op by op; with biases, and with copies of two experts of each layer."""
     balance = expect_answers_of_transformers(folder, name, **BALANCED).expert_balance

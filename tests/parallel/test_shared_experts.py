@@ -18,6 +18,7 @@ import psutil
 import pytest
 import tiny_models
 from patience import wait_until, within
+from tiny_mixtures import FAMILIES as MIXTURES
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.core.engine.engine import load_executor
@@ -258,6 +259,17 @@ def check_tokens(llm: LLM, expected: list[list[int]]) -> None:
 def test_tokens_are_those_of_one_engine_however_work_is_spread(
     model: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
+    with LLM(str(model), **options) as llm:
+        check_tokens(llm, expected)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("options", [SHARED, OF_TWO_RANKS], ids=["one rank each", "two ranks each"])
+def test_experts_whose_results_wait_for_a_later_layer_are_shared(options: dict[str, Any], tmp_path: Path) -> None:
+    """LongCat's, of which those that do nothing are added once; layers without divided experts come between."""
+    tiny_models.make(MIXTURES["longcat_flash"], vocab_size=320).save_pretrained(model := tmp_path / "longcat")
+    with LLM(str(model), in_process=True, **TINY) as llm:
+        expected = tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False))
     with LLM(str(model), **options) as llm:
         check_tokens(llm, expected)
 
