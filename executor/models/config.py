@@ -26,6 +26,8 @@ class Config(Mapping[str, Any]):
         """Fields of this view whose values are not the file's; reading them reads nothing of the file."""
         self.own_names: Mapping[str, str] = {}
         """From a common name to the file's own."""
+        self.warns = True
+        """Whether a warning names keys that nothing reads: one reader of several says so."""
 
     def __getitem__(self, key: str) -> Any:
         value = self._fields[key]
@@ -65,7 +67,7 @@ class Config(Mapping[str, Any]):
     def _view(self, fields: Mapping[str, Any], replaced: frozenset[str], own_names: Mapping[str, str]) -> Config:
         view = Config(fields)
         view._stored, view._read, view._sections = self._stored, self._read, self._sections
-        view._replaced, view.own_names = replaced, own_names
+        view._replaced, view.own_names, view.warns = replaced, own_names, self.warns
         return view
 
     def stores(self, key: str) -> bool:

@@ -43,7 +43,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     why = "model_impl=transformers asks for it"
     if options.model_impl != "transformers":
         try:
-            spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
+            spec = spec_from_config(checkpoint.config, warns=True).for_context(options.max_model_len)
             spec = replace(spec, history_type=options.history_type, state_type=options.state_type)
             tasks = tasks_of(checkpoint, options, spec)
             if not tasks.generates:

@@ -49,6 +49,23 @@ def test_a_model_is_known_by_its_type_or_by_the_architecture_that_a_family_has(n
     assert len(output.outputs[0].token_ids) == 2
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("in_section", [False, True], ids=["", "of a text config"])
+def test_a_key_that_nobody_knows_is_named_once(
+    load_format: str, in_section: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although an engine reads its config in several places."""
+    folder = altered(tmp_path, my_note="x")
+    if in_section:
+        text = json.loads((folder / "config.json").read_text())
+        config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": text}
+        (folder / "config.json").write_text(json.dumps(config))
+    options: dict[str, Any] = {"max_model_len": 32, "num_gpu_blocks_override": 8, "load_format": load_format}
+    with LLM(str(folder), in_process=True, **options):
+        pass
+    assert caplog.text.count("my_note") == 1
+
+
 def test_what_names_no_model_is_refused_with_what_is_known() -> None:
     with pytest.raises(ModelError, match=r'no "architectures", and its model_type is squid; known: .*llama'):
         spec_from_config({"model_type": "squid"})

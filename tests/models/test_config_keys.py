@@ -199,7 +199,7 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configs()[name]
-    spec_from_config(config)
+    spec_from_config(config, warns=True)
     assert "nothing reads them" not in caplog.text
     caplog.set_level(logging.ERROR)
     _walk(name, config)
@@ -357,7 +357,7 @@ def test_two_names_of_one_field_must_agree() -> None:
 
 
 def test_a_key_that_nobody_knows_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    spec_from_config(LLAMA | {"my_note": "x", "rope_scaling": {"rope_type": "default", "of_mine": 3}})
+    spec_from_config(LLAMA | {"my_note": "x", "rope_scaling": {"rope_type": "default", "of_mine": 3}}, warns=True)
     assert "keys my_note, rope_scaling.of_mine are not known" in caplog.text
 
 
@@ -376,5 +376,5 @@ def test_a_key_that_nobody_knows_is_named_in_a_warning(caplog: pytest.LogCapture
 def test_keys_that_say_what_is_computed_anyway_are_taken(
     name: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec_from_config(configs()[name] | more)
+    spec_from_config(configs()[name] | more, warns=True)
     assert "nothing reads them" not in caplog.text

@@ -242,7 +242,7 @@ def test_keys_of_published_configs_that_change_nothing(
     name: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = encoder_config(name) | more
-    found = spec_from_config({key: value for key, value in config.items() if value is not None})
+    found = spec_from_config({key: value for key, value in config.items() if value is not None}, warns=True)
     plain = spec_from_config(encoder_config(name))
     assert replace(found, max_positions=plain.max_positions, layers=plain.layers) == plain
     assert "not known, and nothing reads them" not in caplog.text

@@ -187,7 +187,7 @@ def test_contexts_of_dual_chunk_attention_end_at_the_first_chunk(caplog: pytest.
         "sparse_attention_config": {"0": {}}, "sparse_attention_enabled": True, "sparse_attention_threshold": 32_768,
         "sparse_attention_last_q": 64,
     }  # fmt: skip
-    spec = spec_from_config(qwen | {"dual_chunk_attention_config": dual})
+    spec = spec_from_config(qwen | {"dual_chunk_attention_config": dual}, warns=True)
     assert spec == replace(spec_from_config(qwen), max_positions=262_144 - 8192)
     assert "1010000 tokens with dual chunk attention" in caplog.text
     assert "contexts end at its first 253952" in caplog.text

@@ -120,8 +120,9 @@ def family_of_plugin(architecture: str) -> Family:
     raise UnknownArchitectureError(f"the architecture {shown} is not supported{why}{failed}", [*families(), *others])
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of the model that a Hugging Face `config.json` describes.
+def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec:
+    """The spec of the model that a Hugging Face `config.json` describes. warns: whether a warning names keys that
+    nothing reads; an engine reads its config in several places, and one of them says so.
 
     Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
     or the numbers are inconsistent.
@@ -130,6 +131,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     family = _family(named)
     try:
         read = Config({**defaults_of(named, config), **config, "architectures": [named]})
+        read.warns = warns
         spec = family.build(read)
         check_unread(read, family, refuses=family is own_family(named))
         return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]))

@@ -198,7 +198,8 @@ ALIASES: tuple[tuple[str, ...], ...] = (
 
 def check_unread(config: Config, family: Family, refuses: bool) -> None:
     """Call when the family has read the config. Raises ModelError, naming the keys, if this says something that the
-    family does not compute; warns instead if not `refuses`, of another package's family that reads what it likes."""
+    family does not compute; warns instead if not `refuses`, of another package's family that reads what it likes, and
+    of keys that nobody knows, if the config warns at all."""
     refused, unknown = [], []
     for path, name, value in config.unread():
         if value is None or name in family.ignored or name in IGNORED or _has_been_read(config, path, name, value):
@@ -211,15 +212,15 @@ def check_unread(config: Config, family: Family, refuses: bool) -> None:
             unknown += [path] if value is not False else []
         elif value is not False and value != 0 and value not in ([], {}, ""):
             refused.append(f"{path} is {value!r:.80}")
-    if refused and not refuses:
+    if refused and not refuses and config.warns:
         logger.warning("nothing reads these keys of the config: %s", printable("; ".join(refused)))
-    elif refused:
+    elif refused and refuses:
         raise ModelError(
             f"the config has keys that this {config['architectures'][0]} does not compute with: "
             + printable("; ".join(refused)),
             hint='a key that does not matter can be set to null: hf_overrides={"KEY": null}',
         )
-    if unknown:
+    if unknown and config.warns:
         logger.warning("the config's keys %s are not known, and nothing reads them", printable(", ".join(unknown)))
 
 

@@ -79,7 +79,7 @@ def build(config: Config) -> ArchSpec:
     kind = text.get("model_type") or "llama"
     text = {**DEFAULTS.get(kind, {}), **text}
     text["architectures"] = [QWEN.get(outer) or _architecture_of(text, kind)]
-    spec = spec_from_config(_with_plain_positions(text))
+    spec = spec_from_config(_with_plain_positions(text), config.warns)
     names = spec.names
     inner = tuple(f"language_model.{prefix}" for prefix in names.prefixes)
     heads = tuple(f"language_model.{head}" for head in names.lm_heads)
