@@ -120,6 +120,22 @@ FAMILIES: dict[str, TinyModel] = {
             "beta_slow": 1,
         }, **INDEXED,
     ),
+    "flex_olmo": tiny("FlexOlmo", num_experts=8, num_experts_per_tok=3, max_position_embeddings=1024),
+    "hy_v3": tiny(
+        "HYV3", num_hidden_layers=3, head_dim=16, num_experts=8, num_experts_per_tok=3, num_shared_experts=2,
+        moe_intermediate_size=32, router_scaling_factor=1.5, max_position_embeddings=1024,
+    ),
+    "mellum": tiny(
+        "Mellum", head_dim=16, sliding_window=20, max_position_embeddings=1024,
+        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["sparse", "dense"], num_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=32,
+        rope_parameters={
+            "full_attention": YARN | {"rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "solar_open": tiny("SolarOpen", head_dim=16, max_position_embeddings=1024, **DEEPSEEK),
+    "youtu": tiny("Youtu", max_position_embeddings=1024, **LATENT),
     "hy_v4": tiny(
         "HYV4", num_hidden_layers=4, indexer_types=["full", "shared", "full", "full"], hc_mult=3, pad_token_id=2,
         **(LATENT | DEEPSEEK | INDEXED | {"n_group": 1, "topk_group": 1}),

@@ -25,7 +25,7 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
                     "Olmo3",
                     "Olmoe",
                 ),
-                *("Phi3", "Zamba2"),
+                *("HYV3", "Phi3", "SolarOpen", "Zamba2"),
             ),
             1e-6: ("GraniteMoeHybrid",),
             1.5625e-7: ("Glm", "Glm4"),
@@ -33,8 +33,10 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
         },
         "rope_theta": {
             100_000.0: ("Helium",),
-            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe"),
+            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo"),
+            1_000_000.0: ("SolarOpen",),
             5_000_000.0: ("MiniMaxM2",),
+            11_158_840.0: ("HYV3",),
         },
         "routed_scaling_factor": {
             1.8: ("Glm4MoeLite",),

@@ -1,0 +1,49 @@
+"""Mellum 2: Qwen 3's mixtures, with sliding windows in some layers, which are rotated otherwise than the others."""
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    biases,
+    dense,
+    experts,
+    flag,
+    head_dim_of,
+    integer,
+    layer_types,
+    llama_like,
+    rope,
+    routed_layers,
+)
+
+THETAS = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}
+"""Of a config that has none."""
+
+
+def build(config: Config) -> ArchSpec:
+    count, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config, 128)
+    types, routes = layer_types(config, count, ["full_attention"] * count), routed_layers(config, 0)
+    windows = {"sliding_attention": integer(config, "sliding_window", 1024)}
+    positions = [Positions(rope(config, head_dim, THETAS[kind], kind), windows.get(kind)) for kind in types]
+    inner = integer(config, "moe_intermediate_size")
+    mixture = experts(config, inner, renormalise=flag(config, "norm_topk_prob", True))
+    return llama_like(
+        config | {"rope_parameters": None, "rope_theta": None, "rope_scaling": None},
+        positions=positions,
+        head_dim=head_dim,
+        attention={"qk_norm": "head", **biases(config, "attention_bias", False)},
+        ffn=lambda index: mixture if routes[index] else dense(config),
+        default_context=131_072,
+    )
+
+
+FAMILY = Family(
+    ("MellumForCausalLM",),
+    build,
+    ignored={
+        "mtp_layer_types": "of further layers, which are not run",
+        "mtp_mlp_layer_types": "of further layers, which are not run",
+        "num_mtp_layers": "of further layers, which are not run",
+        "num_nextn_predict_layers": "of further layers, which are not run",
+    },
+)
