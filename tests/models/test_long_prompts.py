@@ -30,7 +30,10 @@ NAMES = (
     "hy_v4",
     "deepseek_v4",
     pytest.param("glm_moe_dsa", marks=pytest.mark.system),
-    *(pytest.param(name, marks=pytest.mark.system) for name in ("flex_olmo", "hy_v3", "mellum", "solar_open", "youtu")),
+    *(
+        pytest.param(name, marks=pytest.mark.system)
+        for name in ("flex_olmo", "flint", "hy_v3", "mellum", "solar_open", "youtu")
+    ),
 )
 LENGTHS = (1, 3, 11, 12, 13, 15, 16, 17, 63, 64, 65, 257, 700)
 """Those around 12 are just below, at and above the most keys that the tiny DeepSeek V3.2 chooses."""

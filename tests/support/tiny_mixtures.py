@@ -121,6 +121,11 @@ FAMILIES: dict[str, TinyModel] = {
         }, **INDEXED,
     ),
     "flex_olmo": tiny("FlexOlmo", num_experts=8, num_experts_per_tok=3, max_position_embeddings=1024),
+    "flint": tiny(
+        "Flint", head_dim=16, sliding_window=20, max_position_embeddings=1024, num_experts=8, num_experts_per_tok=3,
+        layer_types=["sliding_attention", "full_attention"], mlp_only_layers=[1], moe_intermediate_size=32,
+        shared_expert_intermediate_size=24,
+    ),
     "hy_v3": tiny(
         "HYV3", num_hidden_layers=3, head_dim=16, num_experts=8, num_experts_per_tok=3, num_shared_experts=2,
         moe_intermediate_size=32, router_scaling_factor=1.5, max_position_embeddings=1024,

@@ -49,6 +49,10 @@ FAMILIES: dict[str, TinyModel] = {
         "Lfm2", **(LFM2 | {"block_auto_adjust_ff_dim": False}), conv_bias=True, conv_L_cache=4,
         tie_word_embeddings=False,
     ),
+    "lfm3": tiny(
+        "Lfm3", num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"], head_dim=16,
+        sliding_window=20, norm_eps=1e-5, tie_word_embeddings=False,
+    ),
     "lfm2_moe": tiny(
         "Lfm2Moe", num_hidden_layers=5, layer_types=LAYERS, num_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=32, num_dense_layers=2, routed_scaling_factor=1.5,

@@ -6,8 +6,13 @@ from types import MappingProxyType
 _REMOTE = "its code comes with its checkpoints, and nothing installed here can check a family against it"
 _QWEN4 = "embeddings of n-grams in some layers, with a convolution of their own, and keys averaged in blocks"
 _LACKING = {
+    "AXK2ForCausalLM": "norms whose outputs are gated by two matrices of low rank",
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
     "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
+    "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
+    "DiffLlamaForCausalLM": "differences of two attentions",
+    "DogeForCausalLM": "masks that are computed of values",
+    "Dots3NoteForCausalLM": "latent attention with windows in some layers, and a norm of the rotated keys",
     "Grok1ForCausalLM": _REMOTE,
     "Grok1ModelForCausalLM": _REMOTE,
     "HCXVisionV2ForCausalLM": "its language model has no family of its own",
@@ -20,6 +25,7 @@ _LACKING = {
         "relative positions and short convolutions of keys and values",
     ),
     "IQuestLoopCoderForCausalLM": f"layers that are run twice, and {_REMOTE}",
+    "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "MiMoV2ForCausalLM": _REMOTE,
@@ -32,6 +38,7 @@ _LACKING = {
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,
     "Rnj1ForCausalLM": _REMOTE,
+    "RwkvForCausalLM": "RWKV 4's recurrence",
     "SarvamMLAForCausalLM": _REMOTE,
     "SarvamMoEForCausalLM": _REMOTE,
     "SolarForCausalLM": f"residuals that skip several layers, and {_REMOTE}",
@@ -39,5 +46,8 @@ _LACKING = {
     "Step3TextForCausalLM": f"attention of factorised matrices, and {_REMOTE}",
     "TeleChat2ForCausalLM": f"rotations that depend on the length of a prompt, and {_REMOTE}",
     "TeleChat3ForCausalLM": _REMOTE,
+    "ZambaForCausalLM": "one layer of attention, of twice the hidden size, that several layers of Mamba share",
+    "ZayaForCausalLM": "convolutions of queries and keys, experts that an FFN chooses, and scaled residuals",
+    "xLSTMForCausalLM": "matrices as memories with exponential gates",
 }
 LACKING: Mapping[str, str] = MappingProxyType(_LACKING)
