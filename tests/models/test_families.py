@@ -111,8 +111,8 @@ def test_what_a_family_lacks_is_said_of_architectures_without_one() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"RwkvForCausalLM is not supported; known: .*LlamaForCausalLM"):
-        spec_from_config({"architectures": ["RwkvForCausalLM"]})
+    with pytest.raises(ModelError, match=r"ReformerModelWithLMHead is not supported; known: .*LlamaForCausalLM"):
+        spec_from_config({"architectures": ["ReformerModelWithLMHead"]})
     with pytest.raises(
         ModelError, match=r"Grok1ForCausalLM is not supported \(its code comes with its checkpoints, .*known: "
     ):
