@@ -15,6 +15,7 @@ from example_tools import DETAILED, FORCED
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from family_answers import WAYS, Way
 from read_answers import Read, read
+from thinned import pairs
 
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
@@ -24,9 +25,10 @@ from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 
+WITH_CALLS = [name for name, declared in known_formats().items() if declared.calls]
 
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
-@pytest.mark.parametrize("is_special", [False, True])
+
+@pytest.mark.parametrize(("name", "is_special"), pairs(WITH_CALLS, (False, True)))
 def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_special):
     """Answers drawn from the grammar's masks; markers as letters, and as special tokens."""
     llguidance = pytest.importorskip("llguidance")
@@ -96,14 +98,9 @@ CONSTRAINED_TOOLS = [{"type": "function", "function": {"name": "book", "paramete
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, declared in known_formats().items()
-        if declared.calls and declared.calls.body in ("xml", "escaped")
-    ],
+    ("name", "is_special"),
+    pairs([name for name in WITH_CALLS if load_format(name).calls.body in ("xml", "escaped")], (False, True)),
 )
-@pytest.mark.parametrize("is_special", [False, True])
 def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
     """Lengths, patterns, enums and null, where a format writes texts as they are."""
     calls = load_format(name).calls
@@ -197,7 +194,7 @@ def test_a_strict_tool_leaves_the_text_free_and_holds_calls_to_their_schemas(spe
         assert not accepts(grammar, said, specials), said
 
 
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+@pytest.mark.parametrize("name", WITH_CALLS)
 def test_every_format_has_a_strict_grammar(name):
     grammar = strict_grammar(name)
     assert accepts(grammar, "text, and (more)")
@@ -315,7 +312,7 @@ def test_grammars_admit_calls_as_the_family_writes_them_and_no_others(way: Way):
             assert not accepts(grammar, way.write(wrong), specials), way.write(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+@pytest.mark.parametrize("name", WITH_CALLS)
 def test_one_call_that_is_complete_ends_the_answer(name: str):
     llguidance = pytest.importorskip("llguidance")
     declared = load_format(name).calls
@@ -339,8 +336,7 @@ def test_a_call_behind_a_separator_is_held_to_its_schema_too():
             assert not accepts(grammar, f"{begin}{good}{separator}{bad}"), separator
 
 
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
-@pytest.mark.parametrize("bounds", [{}, {"minLength": 1}, {"minLength": 1.0}])
+@pytest.mark.parametrize(("name", "bounds"), pairs(WITH_CALLS, ({}, {"minLength": 1}, {"minLength": 1.0})))
 def test_a_string_without_a_bound_repeats_no_group_by_a_count(name, bounds):
     """For each mask, xgrammar looks anew at every token where a group repeats {0,} times: 0.11 s for 262,144."""
     schema = {"type": "object", "properties": {"text": {"type": "string", **bounds}}, "required": ["text"]}

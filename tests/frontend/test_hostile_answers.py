@@ -65,7 +65,7 @@ def no_collection_of_what_other_tests_hold() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.system)])
+@pytest.mark.parametrize("share", [9, pytest.param(1, marks=pytest.mark.system)])
 @pytest.mark.parametrize("name", sorted(known_formats()))
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str, share: int) -> None:
     """Of one in so many beginnings, others for each format: most formats are read by the same lines."""

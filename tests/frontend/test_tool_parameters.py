@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from read_answers import read
 from test_call_grammars import accepts
+from thinned import pairs
 
 from headrace.frontend.text.formats.declaration import known_formats, load_format
 from headrace.frontend.text.formats.grammar import ForcedCalls
@@ -83,8 +84,7 @@ def test_values_have_the_types_that_are_said_elsewhere(name: str) -> None:
         assert json.loads(arguments) == {key: value for key, (_, _, value) in PROPERTIES.items()}
 
 
-@pytest.mark.parametrize("name", WITHOUT_KINDS)
-@pytest.mark.parametrize("key", PROPERTIES)
+@pytest.mark.parametrize(("name", "key"), pairs(WITHOUT_KINDS, tuple(PROPERTIES)))
 def test_a_forced_call_holds_what_is_said_elsewhere(name: str, key: str) -> None:
     _, said, value = PROPERTIES[key]
     schema = {**SCHEMA, "required": [key]}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_cache_groups import ENGINE, LONG
 from test_end_to_end import prompts_of, tokens_of
 from test_models import reference_logits
+from thinned import pairs
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 
 from headrace import LLM, ModelRegistry
@@ -90,8 +91,7 @@ def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> t
     return str(tmp_path / "model"), model
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("computed_as", ["program", "op by op"])
+@pytest.mark.parametrize(("size", "computed_as"), pairs(tuple(SIZES), ("program", "op by op")))
 def test_tokens_are_those_of_transformers_and_groups_share_one_pool(size, computed_as, saved, monkeypatch) -> None:
     """Past many windows, cold and with a prefix found, while blocks go from group to group."""
     if computed_as == "op by op":

@@ -113,8 +113,9 @@ CASES += [(name, "program", *world) for name in ODD for world in ((2, 1), (4, 1)
 CASES += [(name, "op by op", 4, 1) for name in ODD]
 
 
-EVERY_WORLD = {"llama_biases", "opt_projected_post_norm", "gemma3", "qwen2_moe", *ODD}
-"""What differs in what ranks divide: in every world. `make test` has all others on two stages of two ranks alone."""
+EVERY_WORLD = {"llama_biases", "qwen2_moe", "odd_vocabulary"}
+"""A dense model, one of experts and what divides by nothing: in every world. `make test` has all others in the largest
+world alone."""
 
 
 SAME_SHARES = {
@@ -125,9 +126,9 @@ SAME_SHARES = {
 
 
 def marked(name: str, computed_as: str, tp_size: int, pp_size: int) -> Any:
-    is_op_by_op = computed_as == "op by op"
-    is_long = name not in EVERY_WORLD and (is_op_by_op or (tp_size, pp_size) != (2, 2))
-    is_long |= name in SAME_SHARES or (is_op_by_op and name in ODD and name != "odd_vocabulary")
+    largest = (3, 2) if name in ODD else (2, 2)
+    is_long = name not in EVERY_WORLD and (computed_as == "op by op" or (tp_size, pp_size) != largest)
+    is_long |= name in SAME_SHARES
     return pytest.param(name, computed_as, tp_size, pp_size, marks=[pytest.mark.system] if is_long else [])
 
 

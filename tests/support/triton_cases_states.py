@@ -3,7 +3,7 @@ tokens are divided among steps, with replayed drafts and from snapshots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from state_ops import CASES, Case, Part, in_chunks, kept, run
@@ -18,6 +18,12 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "linear_attention": linear_attention.linear_attention,
 }
 SERVED = {name: case for name, case in CASES.items() if case.op in OPS}
+OF_EACH_KIND = (
+    *("LFM2's convolution", "Mamba's convolution", "odd sizes, groups, limits"),
+    *("of odd sizes, with decays of channels", "of constant decays, without corrections"),
+)
+"""Each op with all of its inputs and without those that it can do without. The others differ in sizes and in what a
+state is multiplied by, of which the references and the chunks tell."""
 
 
 # The interpreter's time depends on the number of programs; the largest states are still divided in two.
@@ -28,30 +34,54 @@ def op_of(case: Case) -> Callable[..., Tensor]:
     return OPS[case.op]
 
 
+def expect_the_references(name: str, dtype: torch.dtype, bound: float, num_tokens: int) -> None:
+    """In one step: a sequence of `num_tokens`, one of half as many and one of a single token."""
+    case, half = SERVED[name], num_tokens // 2
+    inputs = [tuple(each.to(dtype) for each in case.inputs(num_tokens, seed)) for seed in range(3)]
+    parts = [
+        Part(0, 0, num_tokens, drafts=2, snapshots=((16, 5), (num_tokens - 3, 6))),
+        Part(1, 0, half, snapshots=((half, 7),)),
+        Part(2, 0, 1, snapshots=((-1, 8), (1, 9))),
+    ]
+    ours, theirs = case.state(), case.state()
+    found, wanted = (
+        torch.cat(run(case, op, state, parts, inputs)).float()
+        for op, state in ((op_of(case), ours), (case.reference, theirs))
+    )
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound, msg=name)
+    for number in (0, 1, 2, 5, 6, 7, 9):
+        torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours.drafted, theirs.drafted, equal_nan=True, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours.kept.values(), theirs.kept.values(), strict=True):
+        assert torch.equal(mine.memory.isnan(), other.memory.isnan()), "nothing else is written"
+
+
 def case_results_states_and_drafts_are_the_references() -> None:
-    for name, case in SERVED.items():
+    for name in SERVED:
+        expect_the_references(name, torch.float32, 2e-5, 20)
+
+
+def case_results_of_16_bits_are_the_references() -> None:
+    for name in OF_EACH_KIND:
+        expect_the_references(name, torch.bfloat16, 2**-7, 20)
+
+
+def long_case_results_of_longer_sequences_and_all_types_are_the_references() -> None:
+    for name in SERVED:
         for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):
-            inputs = [tuple(each.to(dtype) for each in case.inputs(40, seed)) for seed in range(3)]
-            parts = [
-                Part(0, 0, 40, drafts=2, snapshots=((16, 5), (37, 6))),
-                Part(1, 0, 20, snapshots=((20, 7),)),
-                Part(2, 0, 1, snapshots=((-1, 8), (1, 9))),
-            ]
-            ours, theirs = case.state(), case.state()
-            found, wanted = (
-                torch.cat(run(case, op, state, parts, inputs)).float()
-                for op, state in ((op_of(case), ours), (case.reference, theirs))
-            )
-            torch.testing.assert_close(found, wanted, rtol=bound, atol=bound, msg=name)
-            for number in (0, 1, 2, 5, 6, 7, 9):
-                torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=2e-5, atol=2e-5)
-            torch.testing.assert_close(ours.drafted, theirs.drafted, equal_nan=True, rtol=1e-6, atol=1e-6)
-            for mine, other in zip(ours.kept.values(), theirs.kept.values(), strict=True):
-                assert torch.equal(mine.memory.isnan(), other.memory.isnan()), "nothing else is written"
+            expect_the_references(name, dtype, bound, 40)
 
 
 def case_states_of_16_bits_are_rounded_where_a_step_keeps_them() -> None:
-    for case in SERVED.values():
+    expect_rounded_states(OF_EACH_KIND)
+
+
+def long_case_states_of_16_bits_of_all_sizes_are_rounded_where_a_step_keeps_them() -> None:
+    expect_rounded_states(SERVED)
+
+
+def expect_rounded_states(names: Iterable[str]) -> None:
+    for case in map(SERVED.__getitem__, names):
         inputs = [case.inputs(40, seed) for seed in range(2)]
         steps = [
             [Part(0, 0, 20, snapshots=((16, 5),)), Part(1, 0, 23, drafts=2)],
@@ -70,9 +100,17 @@ def case_states_of_16_bits_are_rounded_where_a_step_keeps_them() -> None:
 
 
 def case_results_and_states_do_not_depend_on_the_chunks() -> None:
+    expect_the_same_in_chunks(20)
+
+
+def long_case_results_and_states_of_longer_sequences_do_not_depend_on_the_chunks() -> None:
+    expect_the_same_in_chunks(40)
+
+
+def expect_the_same_in_chunks(num_tokens: int) -> None:
     for case in SERVED.values():
-        inputs, op, whole = [case.inputs(40)], op_of(case), case.state()
-        wanted = in_chunks(case, op, inputs, 40, whole)
+        inputs, op, whole = [case.inputs(num_tokens)], op_of(case), case.state()
+        wanted = in_chunks(case, op, inputs, num_tokens, whole)
         for size in (1, 3, 16, 17) if case.op == "convolve" else (1, 17):
             chunked = case.state()
             assert torch.equal(in_chunks(case, op, inputs, size, chunked), wanted), size
@@ -80,7 +118,15 @@ def case_results_and_states_do_not_depend_on_the_chunks() -> None:
 
 
 def case_results_do_not_depend_on_the_batch() -> None:
-    for case in SERVED.values():
+    expect_the_same_in_batches(OF_EACH_KIND)
+
+
+def long_case_results_of_all_sizes_do_not_depend_on_the_batch() -> None:
+    expect_the_same_in_batches(SERVED)
+
+
+def expect_the_same_in_batches(names: Iterable[str]) -> None:
+    for case in map(SERVED.__getitem__, names):
         inputs, op = [case.inputs(24, seed) for seed in range(3)], op_of(case)
         alone = [in_chunks(case, op, [each], 24, case.state()) for each in inputs]
         state = case.state()
@@ -91,7 +137,15 @@ def case_results_do_not_depend_on_the_batch() -> None:
 
 
 def case_accepted_drafts_are_replayed_and_others_leave_no_trace() -> None:
-    for case in SERVED.values():
+    expect_replayed_drafts(OF_EACH_KIND)
+
+
+def long_case_accepted_drafts_of_all_sizes_are_replayed_and_others_leave_no_trace() -> None:
+    expect_replayed_drafts(SERVED)
+
+
+def expect_replayed_drafts(names: Iterable[str]) -> None:
+    for case in map(SERVED.__getitem__, names):
         inputs, others, op, wanted_state = case.inputs(36), case.inputs(36, seed=1), op_of(case), case.state()
         wanted = in_chunks(case, op, [inputs], 36, wanted_state)
         for accepted in (0, 1, 3):

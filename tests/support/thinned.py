@@ -1,0 +1,29 @@
+"""Matrices of cases: `make test` has those that each tell something, `make test-system` all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], is_kept: Callable[[Any], bool]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: the cases, of one argument or a tuple of several each, those that are
+    not kept marked `system`."""
+    found = []
+    for case in cases:
+        arguments = case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*arguments, marks=[] if is_kept(case) else [pytest.mark.system]))
+    return found
+
+
+def pairs(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
+    """Every row with every column, for two arguments. Kept are so few that each row and each column is among them."""
+    longest = max(len(rows), len(columns))
+    kept = {(at % len(rows), at % len(columns)) for at in range(longest)}
+    return [
+        pytest.param(row, column, marks=[] if (at, place) in kept else [pytest.mark.system])
+        for at, row in enumerate(rows)
+        for place, column in enumerate(columns)
+    ]
