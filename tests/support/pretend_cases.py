@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ def long_case_tokens_of_opt_with_norms_after(folder: Path) -> None:
 
 
 def case_tokens_of_models_whose_rows_have_states(folder: Path) -> None:
+    for model in ("lfm2", "qwen3_5"):
+        tokens_of(folder / model)
+
+
+def long_case_tokens_of_all_models_whose_rows_have_states(folder: Path) -> None:
     for model in RECURRENT_MODELS:
         tokens_of(folder / model)
 
@@ -322,11 +327,19 @@ def case_an_engine_that_speculates(folder: Path) -> None:
 
 
 def case_an_engine_with_states_in_little_memory(folder: Path) -> None:
+    run_in_little_memory(folder, ("lfm2", "mamba2"))
+
+
+def long_case_every_engine_with_states_in_little_memory(folder: Path) -> None:
+    run_in_little_memory(folder, RECURRENT_MODELS)
+
+
+def run_in_little_memory(folder: Path, models: Iterable[str]) -> None:
     """Prompts in chunks, requests that give way, and those that start from states that others have left."""
     prompts = [[*range(20, 33), 3 + index, *range(40, 50)] for index in range(6)]
     options = {"max_num_batched_tokens": 16, "enable_prefix_caching": True}
-    for model, blocks in RECURRENT_MODELS.items():
-        found = engines(folder, prompts, {}, model, num_gpu_blocks_override=blocks, **options)
+    for model in models:
+        found = engines(folder, prompts, {}, model, num_gpu_blocks_override=RECURRENT_MODELS[model], **options)
         # A state takes most of the others' memory, so that a request waits before it enters.
         assert found["num_preemptions"] > 0 or model != "lfm2"
         assert found["num_cached"] > 0, model
@@ -334,12 +347,20 @@ def case_an_engine_with_states_in_little_memory(folder: Path) -> None:
 
 
 def case_an_engine_with_states_that_speculates(folder: Path) -> None:
+    run_with_drafts(folder, ("falcon_h1", "qwen3_5"))
+
+
+def long_case_every_engine_with_states_that_speculates(folder: Path) -> None:
+    run_with_drafts(folder, RECURRENT_MODELS)
+
+
+def run_with_drafts(folder: Path, models: Iterable[str]) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
     from headrace.core.schedule.drafters import step_costs
 
     step_costs.SHORTEST_S = math.inf  # what this machine's steps take decides about no draft
-    for model in RECURRENT_MODELS:
+    for model in models:
         options = {"speculative_config": config}
         found = engines(folder, prompts, options, model, [20, 21, 22], num_gpu_blocks_override=160)
         assert 0 < found["num_accepted"] < found["num_draft_tokens"], model
