@@ -271,14 +271,14 @@ def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower:
     matcher_of(follower, slow_form(0, 5000))
     process = following_process(follower)
     before = process.memory_info().rss
-    for nth in range(1, 41):
+    for nth in range(1, 16):
         matcher_of(follower, slow_form(nth, 5000))
     assert process.memory_info().rss < before + (40 << 20)
 
 
 def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(own_follower: Follower) -> None:
     """Together they take longer than one message may."""
-    matchers = [matcher_of(own_follower, slow_form(nth, 50000)) for nth in range(12)]
+    matchers = [matcher_of(own_follower, slow_form(nth, 12500)) for nth in range(12)]
     following_process(own_follower).kill()
     (a,) = tokens_of("a")
     taken = advance(own_follower, [(each, a) for each in matchers])
@@ -300,7 +300,7 @@ def test_a_process_that_is_killed_from_outside_refuses_no_form(own_follower: Fol
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill)
         while not ended.is_set():
-            assert matcher_of(own_follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+            assert matcher_of(own_follower, slow_form(0, 10000)).accept(tokens_of("a")[0])
         killing.result()
 
 
@@ -310,7 +310,7 @@ def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not
     with ThreadPoolExecutor(2) as pool:
         deadly = pool.submit(matcher_of, own_follower, DEADLY_TO_COMPILE)
         while not deadly.done():  # those that begin later, and end later
-            assert matcher_of(own_follower, slow_form(0, 20000)).accept(tokens_of("a")[0])
+            assert matcher_of(own_follower, slow_form(0, 10000)).accept(tokens_of("a")[0])
         with pytest.raises(InvalidRequestError, match="its compiler ended twice"):
             deadly.result()
 

@@ -12,12 +12,15 @@ import signal
 import time
 from typing import Any
 
+from headrace.core.structured_output.helper import following
 from headrace.core.structured_output.helper.process import GrammarMessage, _Work
 from headrace.ipc.process.helper import Helper, run_helper
 
 DEADLY = "[Zz]"
 DEADLY_TO_COMPILE = "[Xx]"
 COMPUTING, WAITING = "[Ww]", "[Vv]"
+MOST_COMPUTING_S = following.MOST_COMPUTING_S / 4
+"""What takes longer in this program has no end: tests wait for that, in processor seconds."""
 TOKENS = "DEADLY_TOKENS"
 """An environment variable: the ids of the three tokens."""
 
@@ -101,4 +104,5 @@ class _DeadlyWork(_Work):
 
 
 if __name__ == "__main__":
+    following.MOST_COMPUTING_S = MOST_COMPUTING_S
     run_helper(GrammarMessage, _DeadlyWork)
