@@ -73,7 +73,7 @@ def sleepers(first: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("command", "ready"),
     [
-        (SERVE, r"ready: (\S+)/v1"),
+        pytest.param(SERVE, r"ready: (\S+)/v1", marks=pytest.mark.system),
         ((*SERVE, "--api-server-count", "2"), r"ready: (\S+)/v1"),
         (("engine-core", "null", *NULL), r"ready at (\S+)"),
         (("headrace", "coordinator"), r"ready at (\S+)"),

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from thinned import pairs
 
 import headrace
 from headrace.core.options.document import KEYWORDS_FILE, keywords_module
@@ -357,10 +358,12 @@ def test_a_chat_template_is_resolved_as_evaluation_harnesses_ask_for_it() -> Non
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["entrypoints.openai.api_server", "entrypoints.launchers.api_server.entry", "entrypoints.cli.main serve"],
+    ("program", "package"),
+    pairs(
+        ("entrypoints.openai.api_server", "entrypoints.launchers.api_server.entry", "entrypoints.cli.main serve"),
+        ("headrace", "headrace.as_vllm -m vllm", "vllm"),
+    ),
 )
-@pytest.mark.parametrize("package", ["headrace", "headrace.as_vllm -m vllm", "vllm"])
 def test_the_server_starts_as_a_module(program: str, package: str) -> None:
     command = [*f"-m {package}.{program}".split(), "--help=Server limits"]
     if package == "vllm":  # in a process that a program under headrace.as_vllm starts

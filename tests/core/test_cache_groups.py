@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_end_to_end import prompts_of, reference, tokens_of
 from test_models import reference_logits
+from thinned import pairs
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.cache_groups import CacheGroup, group_layers, longest_request, request_blocks
@@ -287,8 +288,9 @@ def expect_greedy(name: str, prompts: list[list[int]], answers: list[list[int]])
         assert answer == reference_logits(reference(name), prompt, answer).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("computed_as", ["program", "op by op"])
-@pytest.mark.parametrize("name", ["gemma3", "gemma2", "mistral_window"])
+@pytest.mark.parametrize(
+    ("name", "computed_as"), pairs(("gemma3", "gemma2", "mistral_window"), ("program", "op by op"))
+)
 def test_a_long_request_is_answered_in_a_cache_that_could_not_hold_all_of_it(folder, name, computed_as, monkeypatch):
     """Greedy tokens are those of transformers, past many windows, cold and with a prefix found in the cache."""
     if computed_as == "op by op":

@@ -355,7 +355,10 @@ def ready_address(daemon: subprocess.Popen[str]) -> str:
     return line.split()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.system) for each in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_daemon_drains_on_the_first_signal_and_leaves_no_file(number):
     daemon = run_daemon("--hf-overrides", '{"step_delay_s": 0.01}')
     address = ready_address(daemon)

@@ -56,7 +56,9 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("closed", [(0,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "closed", [*(pytest.param(each, marks=pytest.mark.system) for each in ((0,), (0, 1))), (0, 1, 2)]
+)
 def test_an_engine_starts_where_standard_descriptors_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(NULL_LLM.format(before=f"for number in {closed}:\n    os.close(number)"))

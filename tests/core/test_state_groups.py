@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engine_parts import EOS, STATE, VOCAB_SIZE, SteppedClient, SteppedCore, make_plan
 from test_steady import Noting
+from thinned import pairs
 
 from headrace.core.options.cache_groups import longest_request, request_blocks
 from headrace.core.options.memory import fit_cache, ledger
@@ -318,8 +319,7 @@ def play(core: SteppedCore, seed: int, num_requests: int, num_resets: int = 1) -
     return client
 
 
-@pytest.mark.parametrize("executor", [NullExecutor, TwoSteps])
-@pytest.mark.parametrize("windows", MODELS)
+@pytest.mark.parametrize(("windows", "executor"), pairs(MODELS, (NullExecutor, TwoSteps)))
 def test_no_row_computes_from_a_state_that_is_not_its_own(
     windows: tuple[Any, ...], executor: type[NullExecutor]
 ) -> None:

@@ -481,19 +481,24 @@ def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.Mon
         build.build("avx512", folder)
 
 
+OTHER_CPUS = (
+    "-march=sandybridge",  # AVX
+    "-march=ivybridge",  # and F16C
+    "-march=bdver2",  # and FMA
+    "-march=haswell -mno-f16c",
+    "-march=skylake-avx512 -mno-avx512vl",
+    "-march=skylake-avx512",
+)
+
+
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="CPUs of x86-64")
 @pytest.mark.parametrize(
     "cpu",
     [
         "-march=x86-64",
-        "-march=sandybridge",  # AVX
-        "-march=ivybridge",  # and F16C
-        "-march=bdver2",  # and FMA
-        "-march=haswell -mno-f16c",
         "-march=haswell -mno-fma",
-        "-march=skylake-avx512 -mno-avx512vl",
-        "-march=skylake-avx512",
         "-march=sapphirerapids",
+        *(pytest.param(cpu, marks=pytest.mark.system) for cpu in OTHER_CPUS),
     ],
 )
 def test_the_sources_compile_for_every_mixture_of_features(tmp_path: Path, cpu: str) -> None:

@@ -26,7 +26,13 @@ pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.wh
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@pytest.fixture(scope="module", params=["native", "avx512_bf16", "avx512", "avx2", "portable"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("native", "avx2", "portable"),
+        *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512_bf16", "avx512")),  # as in linear layers
+    ],
+)
 def used(request: pytest.FixtureRequest) -> Runtime:
     if request.param != "native":
         try:

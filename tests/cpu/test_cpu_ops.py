@@ -96,7 +96,9 @@ def test_write_cache_touches_its_slots_alone(ops: CpuOps, cache_dtype: torch.dty
     assert torch.equal(caches, wanted)
 
 
-@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize(
+    "level", ["avx2", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "portable"))]
+)
 def test_every_instruction_set_level_computes_the_same_things(level: str) -> None:
     try:
         library = build.build(level)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from source_tree import PYTHONPATH
+from thinned import pairs
 
 import headrace
 
@@ -184,8 +185,10 @@ def test_a_script_that_ends_in_the_middle_of_a_stream_ends_cleanly() -> None:
     assert (result.returncode, result.stderr) == (3, "")
 
 
-@pytest.mark.parametrize("waits", ['llm.generate("Hello", use_tqdm=False)', 'list(llm.stream("Hello"))'])
-@pytest.mark.parametrize("wakes_main", [True, False])
+@pytest.mark.parametrize(
+    ("waits", "wakes_main"),
+    pairs(('llm.generate("Hello", use_tqdm=False)', 'list(llm.stream("Hello"))'), (True, False)),
+)
 def test_ctrl_c_in_a_script_shows_a_keyboard_interrupt_and_nothing_else(waits: str, wakes_main: bool) -> None:
     """A signal that comes while the main thread falls asleep does not wake it, as one to another thread does not."""
     kill = "os.kill(os.getpid(), signal.SIGINT)"

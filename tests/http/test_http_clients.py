@@ -14,6 +14,7 @@ from http_server import read_all
 from null_with_tokenizer import VOCAB_SIZE
 from patience import wait_until
 from server_here import ServerHere, serving_here
+from thinned import pairs
 
 from headrace.frontend.http.apis.openai import prompts
 from headrace.frontend.http.apis.openai.bodies import TextOffsets, TokenSpelling
@@ -76,8 +77,7 @@ def test_a_response_over_http_10_is_the_same_as_over_11(server):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("version", "streams"), pairs(("1.0", "1.1"), (False, True)))
 def test_a_client_that_closes_its_sending_side_gets_the_whole_answer(server, version, streams):
     with connected(server) as sock:
         sock.sendall(request({**ENDLESS, "stream": streams}, version=version))

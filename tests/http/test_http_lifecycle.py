@@ -64,7 +64,7 @@ def slow_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_phases_sum_to_the_time_until_the_address(processes):
     untold_s = 1.0
     for _ in range(3):  # a busy machine may take its time between their clock and this one
@@ -96,7 +96,7 @@ WHILE_LOADING = {
 }
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_server_that_loads_says_so_and_is_not_ready(processes):
     server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
     try:
@@ -198,7 +198,7 @@ def listening_ports(server: Server) -> list[int]:
     return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
     server = Server("--distributed-executor-backend", "nowhere:Nothing", "--api-server-count", processes)
     assert server.wait_exit(30) == 1
@@ -338,7 +338,7 @@ def test_a_drain_ends_at_its_deadline_with_a_last_event():
         assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_second_signal_does_not_wait(processes):
     with serving("--api-server-count", processes, null_model=SLOW) as server, server.client() as client:
         with streaming(client) as lines:

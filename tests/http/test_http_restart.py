@@ -33,7 +33,10 @@ NULL_ENGINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("how", "processes"), [("raises", "2"), ("is killed", "1"), ("is killed", "2")])
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [("raises", "2"), ("is killed", "1"), pytest.param("is killed", "2", marks=pytest.mark.system)],
+)
 def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server(how, processes):
     cause = {"raises": "told to crash", "is killed": "was killed by signal 9"}[how]
     options = ("--api-server-count", processes)
@@ -237,9 +240,9 @@ def http_processes(server: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        ("one process", signal.SIGHUP),
         ("two HTTP processes", signal.SIGTERM),
         ("two ranks", signal.SIGTERM),
+        pytest.param("one process", signal.SIGHUP, marks=pytest.mark.system),
         pytest.param("two HTTP processes", signal.SIGHUP, marks=pytest.mark.system),
         pytest.param("two ranks", signal.SIGINT, marks=pytest.mark.system),
     ],

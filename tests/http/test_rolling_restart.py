@@ -77,7 +77,7 @@ def test_a_server_that_drains_answers_on_kept_connections_and_closes_them():
             assert b"\r\nconnection: close\r\n" in answer.lower(), (name, answer)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_server_that_drains_refuses_connections(processes):
     with (
         drained("--api-server-count", processes) as (server, _),

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from thinned import pairs
 
 from headrace.kernels import Op, Version, ops
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch, paged_attention
@@ -58,8 +59,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, params: Attention
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 19, 300])
-@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (3, 3)])
+@pytest.mark.parametrize(("window", "heads"), pairs((None, 1, 19, 300), ((6, 2), (7, 1), (3, 3))))
 def test_paged_attention_equals_dense_attention(
     dtype: torch.dtype, soft_cap: float | None, window: int | None, heads: tuple[int, int]
 ) -> None:

@@ -18,6 +18,7 @@ from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
 from rank_threads import pool_for_each_rank, run_ranks
 from safetensors.torch import load_file, save_file
+from thinned import pairs
 from tiny_models import state_of
 from torch import Tensor
 
@@ -76,8 +77,7 @@ def check(answers: Sequence[list[int]], logits: Sequence[Tensor], models: PeftMo
         assert float((rows - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), name
 
 
-@pytest.mark.parametrize("kind", ["eager", "program"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "kind"), pairs(tuple(FAMILIES), ("eager", "program")))
 def test_rows_with_and_without_adapters_in_one_batch_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference(name), tmp_path)
     decoder, slots = make(name, kind)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from multiproc_parts import HERE, Ranks, options
 from patience import wait_until, within
+from thinned import pairs
 
 from headrace.core.process.child import start_engine
 from headrace.executor.placement import worker_group
@@ -50,12 +51,16 @@ def run_steps(ranks: Ranks) -> None:
         ranks.step()
 
 
-@pytest.mark.parametrize("rank", [1])
-@pytest.mark.parametrize("how", ["sigkill", "exception", "exit"])
 @pytest.mark.parametrize(
-    ("where", "phase"), [("describe", "read config"), ("load", "load weights"), ("allocate", "allocate")]
+    ("begun", "how"),
+    pairs(
+        (("describe", "read config"), ("load", "load weights"), ("allocate", "allocate")),
+        ("sigkill", "exception", "exit"),
+    ),
+    ids=str,
 )
-def test_a_worker_that_ends_while_it_starts(where: str, phase: str, how: str, rank: int) -> None:
+def test_a_worker_that_ends_while_it_starts(begun: tuple[str, str], how: str) -> None:
+    (where, phase), rank = begun, 1
     with Ranks(options(rank=rank, phase=where, how=how)) as ranks:
         with pytest.raises(EngineStartError) as caught:
             ranks.bring_up()
@@ -73,8 +78,7 @@ def test_a_worker_that_is_killed_before_it_has_said_anything(how: str, rank: int
         check(ranks, caught.value, rank, how, "start")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["sigkill", "exception", "exit", "hang"])
+@pytest.mark.parametrize(("how", "rank"), pairs(("sigkill", "exception", "exit", "hang"), (0, 1)))
 def test_a_worker_that_ends_or_hangs_in_a_step(how: str, rank: int) -> None:
     with Ranks(options(rank=rank, phase="step", how=how, step_timeout=STEP_TIMEOUT_S)) as ranks:
         ranks.bring_up()

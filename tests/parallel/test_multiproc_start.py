@@ -133,7 +133,7 @@ def test_workers_account_for_their_whole_start() -> None:
             assert rank["start"] > 0.0
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_server_shows_the_table_of_its_engines_start(processes: str) -> None:
     flags = ["--model=null", "--worker-cls=null_rank:NullRank", "--tensor-parallel-size=2", "--skip-tokenizer-init"]
     with serving(*flags, "--api-server-count", processes, attached=True) as server:

@@ -62,7 +62,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
 @pytest.mark.parametrize(
     ("sizes", "processes", "number"),
     [
-        (("-tp", "2"), 1, signal.SIGTERM),
+        pytest.param(("-tp", "2"), 1, signal.SIGTERM, marks=pytest.mark.system),
         pytest.param(("-pp", "2"), 1, signal.SIGTERM, marks=pytest.mark.system),
         (("-tp", "2"), 2, signal.SIGINT),
     ],

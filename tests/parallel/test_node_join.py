@@ -19,6 +19,7 @@ import pytest
 from multiproc_parts import HERE, options
 from patience import wait_until
 from test_multinode import null_flags, on_two_nodes, start_node
+from thinned import pairs
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.placement import join_port
@@ -108,8 +109,9 @@ def evil_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return ran
 
 
-@pytest.mark.parametrize("key", [KEY, ""], ids=["key", "loopback"])
-@pytest.mark.parametrize("speaks", ["the old way", "as a core", "as a core with another key", "and reflects"])
+@pytest.mark.parametrize(
+    ("speaks", "key"), pairs(("the old way", "as a core", "as a core with another key", "and reflects"), (KEY, ""))
+)
 def test_a_leader_without_the_key_makes_a_node_run_nothing(speaks: str, key: str, evil_rank: Path) -> None:
     own = options()
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from patience import has_ended, still_alive, wait_until
 from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, compiled, each_backend, takes, tokens_of
+from thinned import pairs
 
 from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.engine.gates import GateFailed, GateOpened
@@ -171,8 +172,7 @@ AS_BODY: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("route", AS_BODY)
-@pytest.mark.parametrize("name", CRASHES)
+@pytest.mark.parametrize(("name", "route"), pairs(tuple(CRASHES), tuple(AS_BODY)))
 def test_no_form_is_followed_before_its_trial(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the trial process refuses, the process that follows all grammars does not even begin to compile."""
     body = CompletionRequest(prompt="a", **AS_BODY[route](CRASHES[name]["json"]))

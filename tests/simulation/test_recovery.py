@@ -94,7 +94,7 @@ async def fleet_of(num_frontends: int = 1) -> AsyncIterator[Fleet]:
     await fleet.close()
 
 
-@pytest.mark.parametrize("num_frontends", [1, 2])
+@pytest.mark.parametrize("num_frontends", [pytest.param(1, marks=pytest.mark.system), 2])
 @pytest.mark.parametrize(("num_tokens", "every_s"), [(6, 0.5), (6, 3.0), (32, 3.0), (128, 4.0)])
 def test_an_engine_that_was_stopped_again_and_again_gets_its_part_half_a_minute_later(
     num_frontends: int, num_tokens: int, every_s: float
