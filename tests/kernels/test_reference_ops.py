@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 from thinned import pairs
+from torch import Tensor
 
 from headrace.kernels import Op, Version, ops
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch, paged_attention

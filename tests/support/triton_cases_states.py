@@ -119,54 +119,57 @@ def expect_the_same_in_chunks(names: Iterable[str], num_tokens: int, sizes: Sequ
 
 
 def case_results_do_not_depend_on_the_batch() -> None:
-    expect_the_same_in_batches(OF_EACH_KIND)
+    expect_the_same_in_batches(OF_EACH_KIND, 2)
 
 
 def long_case_results_of_all_sizes_do_not_depend_on_the_batch() -> None:
-    expect_the_same_in_batches(SERVED)
+    expect_the_same_in_batches(SERVED, 3)
 
 
-def expect_the_same_in_batches(names: Iterable[str]) -> None:
+def expect_the_same_in_batches(names: Iterable[str], num_sequences: int) -> None:
+    total, numbers = 10 + 5 * num_sequences, range(num_sequences)
     for case in map(SERVED.__getitem__, names):
-        inputs, op = [case.inputs(24, seed) for seed in range(3)], op_of(case)
-        alone = [in_chunks(case, op, [each], 24, case.state()) for each in inputs]
+        inputs, op = [case.inputs(total, seed) for seed in numbers], op_of(case)
+        alone = [in_chunks(case, op, [each], total, case.state()) for each in inputs]
         state = case.state()
-        first = run(case, op, state, [Part(seq, 0, 5 + 7 * seq) for seq in range(3)], inputs)
-        rest = run(case, op, state, [Part(seq, 5 + 7 * seq, 19 - 7 * seq, source=seq) for seq in range(3)], inputs)
+        cuts = [5 + 7 * seq for seq in numbers]
+        first = run(case, op, state, [Part(seq, 0, cuts[seq]) for seq in numbers], inputs)
+        rest = run(case, op, state, [Part(seq, cuts[seq], total - cuts[seq], source=seq) for seq in numbers], inputs)
         for parts in zip(first, rest, alone, strict=True):
             assert torch.equal(torch.cat(parts[:2]), parts[2])
 
 
 def case_accepted_drafts_are_replayed_and_others_leave_no_trace() -> None:
-    expect_replayed_drafts(OF_EACH_KIND)
+    expect_replayed_drafts(OF_EACH_KIND, 5, 16)
 
 
 def long_case_accepted_drafts_of_all_sizes_are_replayed_and_others_leave_no_trace() -> None:
-    expect_replayed_drafts(SERVED)
+    expect_replayed_drafts(SERVED, 20, 36)
 
 
-def expect_replayed_drafts(names: Iterable[str]) -> None:
+def expect_replayed_drafts(names: Iterable[str], begun: int, total: int) -> None:
+    """Drafts come after `begun` tokens, and `total` are computed in all."""
     for case in map(SERVED.__getitem__, names):
-        inputs, others, op, wanted_state = case.inputs(36), case.inputs(36, seed=1), op_of(case), case.state()
-        wanted = in_chunks(case, op, [inputs], 36, wanted_state)
+        inputs, others, op, wanted_state = case.inputs(total), case.inputs(total, seed=1), op_of(case), case.state()
+        wanted = in_chunks(case, op, [inputs], total, wanted_state)
         for accepted in (0, 1, 3):
             state = case.state()
-            found = run(case, op, state, [Part(0, 0, 20)], [inputs])
+            found = run(case, op, state, [Part(0, 0, begun)], [inputs])
             # A step of one token and three drafts, of which only the first `accepted` are the sequence's own.
-            known = 21 + accepted
+            known = begun + 1 + accepted
             guessed = tuple(torch.cat([own[:known], other[known:]]) for own, other in zip(inputs, others, strict=True))
-            found.append(run(case, op, state, [Part(0, 20, 4, drafts=3, source=0)], [guessed])[0][: 1 + accepted])
+            found.append(run(case, op, state, [Part(0, begun, 4, drafts=3, source=0)], [guessed])[0][: 1 + accepted])
             # The next is of one token, and a snapshot is taken as the replay passes it.
             one = Part(0, known, 1, replayed=accepted, source=0, snapshots=((accepted, 8), (accepted + 1, 9)))
             found += run(case, op, state, [one], [inputs])
             found += run(case, op, state, [Part(0, known + 1, 3, drafts=2, source=0)], [inputs])
-            found += run(case, op, state, [Part(0, known + 4, 32 - known, replayed=2, source=0)], [inputs])
+            found += run(case, op, state, [Part(0, known + 4, total - 4 - known, replayed=2, source=0)], [inputs])
             assert torch.equal(torch.cat(found), wanted)
             assert torch.equal(kept(case, state, 0), kept(case, wanted_state, 0))
             # Another sequence begins at a snapshot, which stays as it is.
             for number, first in ((8, known), (9, known + 1)):
                 before = kept(case, state, number)
-                part = Part(1, first, 36 - first, source=number)
+                part = Part(1, first, total - first, source=number)
                 again = run(case, op, state, [part], [inputs, inputs])[0]
                 assert torch.equal(again, wanted[first:])
                 assert torch.equal(kept(case, state, number), before)
