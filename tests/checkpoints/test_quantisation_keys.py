@@ -123,8 +123,8 @@ def outcomes(case: str, folder: Path) -> list[tuple[Path_, Any, bool]]:
     assert isinstance(plain, list), plain
     for path, meaning in leaves(config, format_of(case).keys):
         values = others(value_at(config, path)) + ALSO.get(path[-1], [])
-        each = [outcome(folder, changed(config, path, value)) for value in values]
-        same = [one == plain or (isinstance(one, str) and meaning != READ and path[-1] in one) for one in each]
+        each = (outcome(folder, changed(config, path, value)) for value in values)  # no more than tell
+        same = (one == plain or (isinstance(one, str) and meaning != READ and path[-1] in one) for one in each)
         found.append((path, meaning, not all(same)))
     return found
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from all_at_once import generate_all_at_once
-from test_models import reference_greedy, reference_logits
+from test_models import AS_ANOTHER, reference_greedy, reference_logits
 
 from headrace import LLM, RequestOutput, SamplingParams
 
@@ -79,7 +79,7 @@ def expect_greedy(name: str, prompts: list[list[int]], answers: list[list[int]])
 
 
 def marked(name: str, variant: str) -> Any:
-    is_long = variant != "few blocks" and name not in EVERY_VARIANT
+    is_long = name not in EVERY_VARIANT and (variant != "few blocks" or name in AS_ANOTHER)
     return pytest.param(name, variant, marks=[pytest.mark.system] if is_long else [])
 
 

@@ -72,17 +72,17 @@ def heard(llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list
     ("name", "options"),
     [
         ("llama", {}),
-        ("llama", {"dtype": "bfloat16"}),
+        pytest.param("llama", {"dtype": "bfloat16"}, marks=pytest.mark.system),
         ("llama", {"dtype": "float16", "async_scheduling": True}),
         ("llama", {"num_gpu_blocks_override": 26}),  # requests are preempted, and computed again with their output
         ("llama", {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 96}),
         ("llama", {"model_impl": "transformers"}),
         ("llama", {"speculative_config": NGRAM}),
         ("llama", {"tensor_parallel_size": 2, **THREADS}),
-        ("llama", {"pipeline_parallel_size": 2, **THREADS}),
-        ("llama_gqa_tied", {}),
+        pytest.param("llama", {"pipeline_parallel_size": 2, **THREADS}, marks=pytest.mark.system),
+        pytest.param("llama_gqa_tied", {}, marks=pytest.mark.system),
         ("llama_dynamic", {}),  # op by op
-        ("mistral_window", {}),
+        pytest.param("mistral_window", {}, marks=pytest.mark.system),
         ("mixtral_window", {}),
         ("opt_projected_post_norm", {}),  # a projection after the table, and learned positions
     ],
