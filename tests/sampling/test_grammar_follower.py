@@ -273,7 +273,7 @@ def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower:
     before = process.memory_info().rss
     for nth in range(1, 16):
         matcher_of(follower, slow_form(nth, 5000))
-    assert process.memory_info().rss < before + (40 << 20)
+    assert process.memory_info().rss < before + (15 << 20), "together they take 25 MiB"
 
 
 def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(own_follower: Follower) -> None:
@@ -358,6 +358,8 @@ def test_a_plain_form_that_ends_its_process_is_tried_and_so_are_all_for_a_while(
 ) -> None:
     other, backends = matcher_of(own_follower, FORM), Backends(StructuredOutputs(), VOCABULARY)
     backends._follower, backends._trial = own_follower, Trial(own_follower.helper)
+    # The processor time of what has no end, which a busy machine gives late.
+    monkeypatch.setattr("headrace.core.structured_output.helper.trial.MOST_WAIT_S", 600.0)
     life = own_follower.life
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match=r"cannot be compiled|takes more than 1 s"):
