@@ -139,12 +139,15 @@ def test_with_keys_engines_are_found_over_tcp_by_those_who_have_them(
             LLM(coordinator=(address,))
 
 
-def test_a_server_of_found_engines_serves_and_tells_what_cannot_be(tmp_path: Path) -> None:
+def test_a_server_of_found_engines_serves_and_tells_what_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = f"ipc://{tmp_path}/c.sock"
     found = serving("--coordinator", address, attached=True)
     with coordinator(address), engine(address, 0), found as server, server.client() as client:
         assert ask(client, COMPLETIONS, prompt=[5, 6], max_tokens=2)["usage"]["completion_tokens"] == 2
     with pytest.raises(OptionError, match="leave out model, dtype"):
         LLM("null", coordinator=(address,), dtype="float32")
-    with pytest.raises(EngineDeadError, match="no engine was found within 10 s by the coordinator"):
+    monkeypatch.setattr("headrace.frontend.api.llm.CONNECT_TIMEOUT_S", 0.5)
+    with pytest.raises(EngineDeadError, match=r"no engine was found within 0\.5 s by the coordinator"):
         LLM(coordinator=(address,))

@@ -122,7 +122,13 @@ def test_drafts_change_no_token(folder: Path, name: str) -> None:
 
 
 def test_room_for_the_inputs_of_drafts_is_part_of_what_rows_take(folder: Path) -> None:
-    asked = Options(model=str(saved(folder, "lfm2")), skip_tokenizer_init=True, dtype="float32", max_num_seqs=4)
+    asked = Options(
+        model=str(saved(folder, "lfm2")),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )
     rank = GpuOnCpu(asked)
     plan = resolve(asked, rank.describe(str))
     reading = rank.load(plan, str)

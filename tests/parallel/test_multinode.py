@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tiny_models
 from multiproc_parts import HERE, bring_up, options
-from patience import wait_until, within
+from patience import still_alive, wait_until, within
 from plan_maker import PlanMaker
 from source_tree import PYTHONPATH
 from test_multiproc import adapter, tokens_of_one_process
@@ -179,8 +179,7 @@ def test_a_node_ends_with_a_core_that_is_killed(tmp_path: Path) -> None:
     assert len(of_both) >= 3, "two ranks and a node"
     core.kill()
     core.wait()
-    _, alive = psutil.wait_procs([node, *of_both], timeout=within(FAILS_WITHIN_S))
-    assert not alive
+    assert not still_alive([node, *of_both], FAILS_WITHIN_S)
 
 
 def test_a_node_that_never_comes_is_named() -> None:
@@ -275,8 +274,7 @@ def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> Non
         workers[1].kill()
         with pytest.raises(EngineDeadError, match=r"worker . .*killed by signal 9"):
             llm.generate(prompt, params, use_tqdm=False)
-    _, alive = psutil.wait_procs(workers, timeout=within(FAILS_WITHIN_S))
-    assert not alive
+    assert not still_alive(workers, FAILS_WITHIN_S)
 
 
 def _is_worker(process: psutil.Process) -> bool:
