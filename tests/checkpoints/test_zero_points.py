@@ -11,6 +11,7 @@ import quantised_checkpoints as made
 import tiny_models
 import torch
 from safetensors.torch import save_file
+from thinned import pairs
 from torch import Tensor
 
 from headrace.core.options.engine_options import Options
@@ -46,8 +47,7 @@ def gptq_tensors(bits: int, group: int, stored: Tensor, codes: Tensor, scales: T
 WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize(("bits", "group"), pairs((2, 3, 4, 8), (32, -1)))
 @pytest.mark.parametrize("less", [0, 1], ids=["as it is", "minus 1"])
 @pytest.mark.parametrize(
     "named",
@@ -70,8 +70,7 @@ def test_symmetric_weights_have_the_middle_as_their_zero_point_however_it_is_sto
     assert torch.allclose(found, values, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize(("bits", "group"), pairs((2, 3, 4, 8), (32, -1)))
 @pytest.mark.parametrize("sym", [False, True, None], ids=["sym false", "sym true", "no sym"])
 @pytest.mark.parametrize(
     ("named", "less"),
