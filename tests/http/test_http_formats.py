@@ -10,6 +10,7 @@ import httpx
 import pytest
 from family_answers import CALLS, PLAIN, TOOLS, WAYS, Way
 from http_server import ask, serving, stream
+from thinned import thinned
 
 from headrace.frontend.text.formats.declaration import format_of_template, load_format
 
@@ -79,7 +80,7 @@ def test_a_strict_tool_needs_a_format_to_be_held_to(client):
             ask(client, CHAT, **{**given, **free})
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", thinned(OTHERS, ("pythonic", "hunyuan_a13b").__contains__))
 def test_a_format_that_no_template_speaks_for_is_answered_where_it_is_named(name):
     template = "{{ messages[-1]['content'] }}"
     thinks = OTHERS[name].thinks if load_format(name).reasoning else None
