@@ -47,15 +47,22 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 LONG_FILES = (
-    *("http/test_http_lifecycle.py", "fleet/test_scaling.py", "kernels/test_triton_values.py"),
-    *("http/test_http_restart.py", "models/test_parallel_model.py", "checkpoints/test_hostile_files.py"),
-    *("fleet/test_serve_fleet.py", "models/test_recurrent_families.py", "cpu/test_cpu_build.py"),
-    *("checkpoints/test_tokenizer_keys.py", "core/test_daemon.py", "http/test_http_docs.py"),
-    *("http/test_http_formats.py", "frontend/test_hostile_answers.py", "gpu/test_gpu_pretend.py"),
-    *("parallel/test_multiproc_start.py", "parallel/test_multiproc_failure.py", "http/test_http_demo_model.py"),
-    *("parallel/test_multiproc.py", "core/test_control.py", "parallel/test_multinode.py", "cli/test_interrupts.py"),
-    *("http/test_http_api_document.py", "cli/test_process_one.py", "parallel/test_shared_experts.py"),
-    *("models/test_demo_model.py", "simulation/test_fleet_simulation.py", "fleet/test_coordinator.py"),
+    *("kernels/test_triton_values.py", "cpu/test_cpu_linear.py", "http/test_http_lifecycle.py"),
+    *("gpu/test_gpu_pretend.py", "fleet/test_scaling.py", "http/test_http_restart.py", "http/test_page_in_browser.py"),
+    *("http/test_http_docs.py", "cpu/test_cpu_moe.py", "models/test_parallel_model.py", "fleet/test_serve_fleet.py"),
+    *("http/test_http_waits.py", "http/test_http_api_document.py", "sampling/test_grammar_follower.py"),
+    *("checkpoints/test_hostile_files.py", "gpu/test_gpu_states.py", "models/test_recurrent_families.py"),
+    *("models/test_long_prompts.py", "models/test_mixture_families.py", "checkpoints/test_tokenizer_keys.py"),
+    *("core/test_daemon.py", "models/test_end_to_end.py", "frontend/test_hostile_answers.py", "core/test_control.py"),
+    *("frontend/test_chat_template_bounds.py", "http/test_known_fields.py", "parallel/test_multinode.py"),
+    *("cli/test_interrupts.py", "sampling/test_structured_output_options.py", "http/test_http_security.py"),
+    *(
+        "sampling/test_hostile_forms.py",
+        "cli/test_process_one.py",
+        "models/test_models.py",
+        "bench/test_bench_serve.py",
+    ),
+    *("sampling/test_grammar_backends.py", "parallel/test_multiproc.py", "simulation/test_fleet_simulation.py"),
 )
 """Begun first: if one of them were left for the end, the other processes would wait for it."""
 
