@@ -37,7 +37,8 @@ def drained(*arguments: str, kept: int = 0) -> Iterator[tuple[Server, list[socke
         with client.stream("POST", COMPLETIONS, json=ENDLESS) as response:
             assert next(response.iter_lines()).startswith("data: ")
             server.signal()
-            wait_until(lambda: refuses(server), 20, "the end of listening")
+            # Connections are kept for half a second from now on.
+            wait_until(lambda: refuses(server), 20, "the end of listening", most_pause_s=0.01)
             yield server, socks
         server.signal()
 
@@ -70,8 +71,9 @@ ROUTES: dict[str, tuple[int, bytes]] = {
 
 def test_a_server_that_drains_answers_on_kept_connections_and_closes_them():
     with drained(kept=len(ROUTES)) as (_, socks):
-        for (name, (status, request)), sock in zip(ROUTES.items(), socks, strict=True):
+        for (_, request), sock in zip(ROUTES.values(), socks, strict=True):
             sock.sendall(request)
+        for (name, (status, _)), sock in zip(ROUTES.items(), socks, strict=True):
             answer = read_all(sock)
             assert answer.startswith(b"HTTP/1.1 %d " % status), (name, answer)
             assert b"\r\nconnection: close\r\n" in answer.lower(), (name, answer)

@@ -20,7 +20,9 @@ def within(seconds: float) -> float:
     return seconds * max(1.0, wanting / (os.cpu_count() or 1))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str], most_pause_s: float = MOST_PAUSE_S
+) -> float:
     """Waits for the condition, longer on a busy machine. Returns the seconds that it took."""
     began_s = asked_s = time.monotonic()
     while not condition():
@@ -28,7 +30,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Call
         if answered_s - began_s > within(timeout_s):
             raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s:g} s")
         # What is asked of a server, such as its metrics, keeps it and the tests beside this one from their work.
-        time.sleep(min(max(LEAST_PAUSE_S, 3 * (answered_s - asked_s)), MOST_PAUSE_S))
+        time.sleep(min(max(LEAST_PAUSE_S, 3 * (answered_s - asked_s)), most_pause_s))
         asked_s = time.monotonic()
     return time.monotonic() - began_s
 
