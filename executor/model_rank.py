@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +69,19 @@ STATES_ON_GPUS = (
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
+@dataclass(frozen=True)
+class OpenedAgain:
+    """A checkpoint whose weights will replace those in use."""
+
+    checkpoint: Checkpoint
+    path: str
+    """As `reload_weights` takes it; empty for the model's own."""
+    weights: str
+    """Their identity."""
+    heads: Mapping[str, Head]
+    """The layers behind the pooling, by name."""
+
+
 class ModelRank(Rank):
     """A rank that computes its part of a model from a checkpoint.
 
@@ -89,10 +102,12 @@ class ModelRank(Rank):
         self._handlers = installed_handlers()
         self.reads |= {handler.kind for _, handler in self._handlers}
         self._pooler: Pooler | None = None
-        self._heads_read_again: Mapping[str, Head] = {}  # prepared by a reload
         self._head_tables: Mapping[str, HeadTable] = {}  # what adapters change of the layers behind the pooling
-        self._weights = self._weights_read_again = ""  # identities: in use; prepared by a reload
-        self._path = self._path_read_again = ""  # of their checkpoints; empty: the model's own
+        self._weights = ""  # the identity of those in use
+        self._path = ""  # of their checkpoint; empty: the model's own
+        self._opened: OpenedAgain | None = None
+        """The checkpoint whose weights will replace those in use. Set once it has been read: a call that hangs may
+        still end long after its weights were given up."""
 
     @property
     def place(self) -> RankCoordinates:
@@ -260,14 +275,13 @@ class ModelRank(Rank):
                 return msgspec.structs.replace(answer, did_something=self.idle())
             case PrepareWeights():
                 self.prepare_weights(command.path)
+                return msgspec.structs.replace(answer, can_compute=self.can_compute)
             case UseWeights():
                 self.use_weights(command.prepared)
-                if command.prepared:
-                    self._path = self._path_read_again
-                    if self._pooler is not None:
-                        self._pooler.use(self._heads_read_again)
-                else:
-                    self._weights_read_again = ""
+                if not command.prepared:
+                    self._opened = None
+                elif self._opened is not None and self._pooler is not None:
+                    self._pooler.use(self._opened.heads)
                 return self._with_weights(answer)
             case Sleep():
                 self._sleep_in_time(command.level)
@@ -278,7 +292,8 @@ class ModelRank(Rank):
 
     def _with_weights(self, answer: WorkerAnswer) -> WorkerAnswer:
         """Adds the weights' identity to the answer; weights that were read again are in use from now on."""
-        self._weights, self._weights_read_again = self._weights_read_again or self._weights, ""
+        if self._opened is not None:
+            self._weights, self._path, self._opened = self._opened.weights, self._opened.path, None
         return msgspec.structs.replace(answer, weights=self._weights)
 
     def _in_time(self, what: str, read: Callable[..., T], *arguments: Any) -> T:
@@ -327,6 +342,11 @@ class ModelRank(Rank):
     def use_weights(self, prepared: bool) -> None:
         """Uses the prepared weights from the next step on; if not `prepared`, drops them and keeps the old ones."""
 
+    @property
+    def can_compute(self) -> bool:
+        """Weights are there, after `prepare_weights` too."""
+        return True
+
     @abstractmethod
     def sleep(self, level: int) -> None:
         """Frees the cache's memory, and that of the weights as `level` says (`ipc.control.Sleep`)."""
@@ -341,13 +361,13 @@ class ModelRank(Rank):
                 link.close()
         self._found = None
 
-    def _open_again(self, path: str | None) -> Checkpoint:
+    def _open_again(self, path: str | None) -> OpenedAgain:
         """Opens the checkpoint at `path`, or the model's own if empty, to replace the one in use; None: that one again.
 
         Raises ModelError if it is missing, or if its config or dtype differs.
         """
         options, spec, model = self._options, self.found.spec, self.plan.model
-        path = self._path_read_again = self._path if path is None else path
+        path = self._path if path is None else path
         if path:
             options = options_of_another(options, path)
         checkpoint = open_checkpoint(options)
@@ -363,10 +383,8 @@ class ModelRank(Rank):
                 f"the weights of {checkpoint.name} are {checkpoint.dtype_name}, and those of {model.name} "
                 f"{model.checkpoint_dtype}: they must be of one type"
             )
-        if self._pooler is not None:
-            self._heads_read_again = self._heads(found)
-        self._weights_read_again = weights_identity(checkpoint)
-        return checkpoint
+        heads = {} if self._pooler is None else self._heads(found)
+        return OpenedAgain(checkpoint, path, weights_identity(checkpoint), heads)
 
 
 class Extension:

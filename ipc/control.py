@@ -219,6 +219,9 @@ class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """For DoIdleWork: some work was done, and there may be more."""
     refusals: tuple[str, ...] = ()
     """For CheckSampling: why each of the parameters is refused; "" for those that are accepted."""
+    can_compute: bool = True
+    """For PrepareWeights: steps can be computed until UseWeights. Not where the weights in use left the device's memory
+    to the new ones."""
     weights: str = ""
     """For UseWeights and WakeUp: the identity of the weights in use from now on, as in ModelDescription.weights."""
 

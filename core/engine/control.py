@@ -136,8 +136,10 @@ class Controller:
         self.on_weights_path: Callable[[str], None] = lambda path: None
         """Called with the path of each ReloadWeights that was carried out."""
         self._weights = plan.model.weights
-        self._has_prepared = False
-        """The ranks have weights beside those in use."""
+        self._prepared: tuple[int, str] | None = None
+        """The ranks have weights beside those in use: the client that had them read, and their path."""
+        self.can_compute = True
+        """Not while new weights have the memory of those in use."""
 
     def carry_out(self, client: int, call: int, command: Commands) -> None:
         """Carries out and answers a command; no step may be in flight. One that fails changes nothing and is answered
@@ -147,7 +149,7 @@ class Controller:
         """
         result, failure, death = None, None, None
         try:
-            result = self._result_of(command)
+            result = self._result_of(client, command)
         except HeadraceError as error:
             failure = Failure.of(error, process="engine-core", phase="control")
             death = error if isinstance(error, EngineDeadError) else None
@@ -160,6 +162,11 @@ class Controller:
         self._reply(client, Reply(call=call, result=result, failure=failure))
         if death is not None:  # the client has its answer before the engine ends
             raise death
+
+    @property
+    def stands_still(self) -> bool:
+        """No step may be planned, even if requests wait."""
+        return self.pause.is_reached or not self.can_compute
 
     @property
     def sleep_level(self) -> int:
@@ -177,7 +184,7 @@ class Controller:
 
     # --- each command -------------------------------------------------------------------------------------------
 
-    def _result_of(self, command: Commands) -> ControlResult | None:
+    def _result_of(self, client: int, command: Commands) -> ControlResult | None:
         """Carries out a command. Raises HeadraceError, with the state unchanged, if it cannot be done."""
         match command:
             case StartProfile():
@@ -189,16 +196,17 @@ class Controller:
             case CallExtension():
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
             case ReloadWeights(part="prepare"):
-                self._prepare_weights(command.path)
+                self._prepare_weights(client, command.path)
             case ReloadWeights(part="forget"):
-                self._use_weights(prepared=False)
+                self.forget_weights_of(client)
             case ReloadWeights():
                 if not command.part:
-                    self.reload_weights(command.path)
-                elif not self._has_prepared:
+                    self._prepare_weights(client, command.path)
+                elif self._prepared is None:
                     raise HeadraceError("no weights are prepared here: the engine has slept or was started since")
-                else:
-                    self._use_weights(prepared=True)
+                elif self._prepared != (client, command.path):
+                    raise HeadraceError("other weights are prepared here: another reload_weights is under way")
+                self._use_weights(prepared=True)
                 self.on_weights_path(command.path)
             case Sleep():
                 self._sleep(command)
@@ -217,7 +225,7 @@ class Controller:
         if self.asleep:
             logger.warning("sleep has no effect: the engine is asleep already (%s)", ", ".join(sorted(self.asleep)))
             return
-        if self._has_prepared:
+        if self._prepared is not None:
             self._use_weights(prepared=False)
         try:
             self._executor.control(command)
@@ -229,26 +237,40 @@ class Controller:
         self.asleep, self._level = ASLEEP, command.level
 
     def reload_weights(self, path: str) -> None:
-        """Raises HeadraceError; the old weights stay in use then."""
-        try:
-            self._prepare_weights(path)
-        except HeadraceError:
-            self._use_weights(prepared=False)
-            raise
+        """Of no client. Raises HeadraceError; the old weights stay in use then."""
+        self._prepare_weights(0, path)
         self._use_weights(prepared=True)
 
-    def _prepare_weights(self, path: str) -> None:
-        """Raises HeadraceError; some ranks may have them then."""
+    def has_prepared_for(self, client: int) -> bool:
+        """The ranks have weights beside those in use, which this client had them read."""
+        return self._prepared is not None and self._prepared[0] == client
+
+    def forget_weights_of(self, client: int) -> None:
+        """Drops the weights that this client had read, if it still waits with their use. No step may be in flight."""
+        if self.has_prepared_for(client):
+            self._use_weights(prepared=False)
+
+    def _prepare_weights(self, client: int, path: str) -> None:
+        """Raises HeadraceError; no rank has them then."""
         if "weights" in self.asleep:
             raise HeadraceError("the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])")
-        if self._has_prepared:  # for a client that has gone
+        if self._prepared is not None and self._prepared[0] != client:
+            raise HeadraceError("another client's reload_weights is under way: call it again once that has ended")
+        if self._prepared is not None:
             self._use_weights(prepared=False)
-        self._executor.control(PrepareWeights(path=path))
-        self._has_prepared = True
+        try:
+            answers = self._executor.control(PrepareWeights(path=path))
+        except EngineDeadError:
+            raise
+        except HeadraceError:  # some ranks may have read them
+            self._use_weights(prepared=False)
+            raise
+        self._prepared, self.can_compute = (client, path), all(each.can_compute for each in answers)
 
     def _use_weights(self, *, prepared: bool) -> None:
-        self._has_prepared = False
+        self._prepared = None
         self._note_weights(self._executor.control(UseWeights(prepared=prepared)))
+        self.can_compute = True
 
     def _note_weights(self, answers: Sequence[WorkerAnswer]) -> None:
         weights = answers[0].weights if answers else ""

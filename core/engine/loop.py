@@ -270,7 +270,7 @@ class Loop:
         submitted = len(self._in_flight) < self._depth and self._submit()
         if self._in_flight and not (submitted and len(self._in_flight) < self._depth):
             self._collect()
-        if self._pause.is_awaited and not self.has_work:
+        if self._pause.is_awaited and not self.has_work and self._controller.can_compute:
             self._pause.reach()
         if self.gates and self._sampling_checks.is_due():
             self._drain()
@@ -285,7 +285,7 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """A step is in flight, or can be planned."""
-        return bool(self._in_flight) or (not self._pause.is_reached and self.scheduler.has_work)
+        return bool(self._in_flight) or (not self._controller.stands_still and self.scheduler.has_work)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -381,6 +381,9 @@ class Loop:
                 self._followers.forget(client)
                 for request in self._requests.pop(client, {}).values():
                     self._drop(request)
+                if self._controller.has_prepared_for(client):
+                    self._drain()
+                    self._controller.forget_weights_of(client)
             case FollowPrefixes():
                 self._followers.add(client)
             case GetStats():
@@ -540,7 +543,7 @@ class Loop:
             return False
         if time.monotonic() >= self._stop_at_s:
             return True
-        return not (self.has_work or self.gates) and self._executor.may_leave()
+        return not (self.has_work or self.gates) and self._controller.can_compute and self._executor.may_leave()
 
     def _fail_unfinished(self) -> None:
         """Fails all unfinished requests with the reason, so that no cut answer looks like a complete one."""
@@ -558,7 +561,7 @@ class Loop:
 
     def _submit(self) -> bool:
         """Plans and submits a step. False if nothing can be computed now."""
-        if self._pause.is_reached:
+        if self._controller.stands_still:
             return False
         planned_s = time.monotonic() if self._step_notes else 0.0
         plan = self.stages.schedule()

@@ -27,7 +27,7 @@ from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.cpu.weights import Blocks
-from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
+from headrace.executor.model_rank import DTYPES, ModelRank, OpenedAgain, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
@@ -64,13 +64,13 @@ class CpuRank(ModelRank):
     def __init__(self, options: Options, place: RankCoordinates = SINGLE) -> None:
         super().__init__(options, place, torch.device("cpu"))
         self._model: Decoder | CpuDecoder | None = None
-        self._prepared: Decoder | CpuDecoder | None = None  # weights that will replace the current ones
+        self._prepared: tuple[Decoder | CpuDecoder, PreparedSlots | None] | None = None
+        """The model that will replace the current one, and what is loaded, for it."""
         self._cache: Any = None
         self._runner: ModelRunner | StageRunner | None = None
         self._balancer: ExpertBalancer | None = None  # for the model's experts
         self._submitted: deque[StepPlan] = deque()
         self._adapters: AdapterSlots | None = None
-        self._moved: PreparedSlots | None = None  # what is loaded, for weights that will replace the current ones
         self._thread: StepThread | None = None
         self._compiling = threading.Thread()
 
@@ -203,13 +203,13 @@ class CpuRank(ModelRank):
 
     def prepare_weights(self, path: str) -> None:
         """Loads new weights beside those in use."""
-        self._prepared = self._in_time("reading the weights", self._read_again, path)
+        self._opened, model, moved = self._in_time("reading the weights", self._read_again, path)
+        self._prepared = model, moved
 
     def use_weights(self, prepared: bool) -> None:
-        model, self._prepared = self._prepared, None
-        if prepared and model is not None:
-            self._use(model)
-        self._moved = None
+        read, self._prepared = self._prepared, None
+        if prepared and read is not None:
+            self._use(*read)
 
     def sleep(self, level: int) -> None:
         """Releases the cache's pages. Weights are in host memory already, so that only level 2 drops them."""
@@ -222,7 +222,8 @@ class CpuRank(ModelRank):
     def wake_up(self, tags: frozenset[str]) -> None:
         """Reads dropped weights again. The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
-            self._use(self._in_time("reading the weights", self._read_again, None))
+            self._opened, model, moved = self._in_time("reading the weights", self._read_again, None)
+            self._use(model, moved)
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -232,12 +233,12 @@ class CpuRank(ModelRank):
         super().stop()
         self._runner = self._model = self._balancer = None
 
-    def _use(self, model: Decoder | CpuDecoder) -> None:
-        """Computes with this model from the next step on."""
+    def _use(self, model: Decoder | CpuDecoder, moved: PreparedSlots | None) -> None:
+        """Computes with this model from the next step on. moved: the loaded adapters, for it."""
         self._model = model
         if self._adapters is not None:
-            assert self._moved is not None, "the weights were read again"
-            self._adapters.move_to(self._moved)
+            assert moved is not None, "the weights were read again"
+            self._adapters.move_to(moved)
         self._balance(model)
         self.runner.use(model)
 
@@ -255,14 +256,16 @@ class CpuRank(ModelRank):
         choice = DECODER.choose(spec=self.found.spec, dtype=DTYPES[self.plan.dtype], place=self._place)
         return choice.function, next((reason for _, reason in choice.refused), "")
 
-    def _read_again(self, path: str | None) -> Decoder | CpuDecoder:
-        checkpoint = self._open_again(path)
+    def _read_again(self, path: str | None) -> tuple[OpenedAgain, Decoder | CpuDecoder, PreparedSlots | None]:
+        opened = self._open_again(path)
+        checkpoint = opened.checkpoint
         model = self._load_model(checkpoint)
         if isinstance(model, CpuDecoder):
             model.bind(self._cache)
+        moved = None
         if self._adapters is not None:
-            self._moved = self._adapters.prepared_for(model, partial(checkpoint.weights, place=self._place))
-        return model
+            moved = self._adapters.prepared_for(model, partial(checkpoint.weights, place=self._place))
+        return opened, model, moved
 
     def _load_model(self, checkpoint: Checkpoint) -> Decoder | CpuDecoder:
         """Raises ModelError, before any weight is read, when the weights cannot fit the memory."""

@@ -209,6 +209,10 @@ class GpuRank(ModelRank):
             self.residence.use_prepared(prepared)
             self._adapters_return()
 
+    @property
+    def can_compute(self) -> bool:
+        return self.residence.is_awake
+
     def sleep(self, level: int) -> None:
         with self._backend.here():
             self._adapters_leave()
@@ -285,16 +289,22 @@ class GpuRank(ModelRank):
         return decoder
 
     def _find_weights(self, path: str | None) -> Callable[[], Decoder]:
-        checkpoint = self._in_time("finding the weights", self._open_again, path)
-        return lambda: self._bounded.run("reading the weights", self._read_again, checkpoint)
+        opened = self._in_time("finding the weights", self._open_again, path)
 
-    def _read_again(self, checkpoint: Checkpoint) -> Decoder:
+        def read() -> Decoder:
+            decoder, moved = self._bounded.run("reading the weights", self._read_again, opened.checkpoint)
+            self._opened, self._moved = opened, None if moved is None else (decoder, moved)
+            return decoder
+
+        return read
+
+    def _read_again(self, checkpoint: Checkpoint) -> tuple[Decoder, PreparedSlots | None]:
         with self._backend.here():
             decoder = self._new_decoder(checkpoint)
             self._backend.memory()  # waits for this thread's pending work
-        if self._adapters is not None:
-            self._moved = decoder, self._adapters.prepared_for(decoder, self._base_of(checkpoint))
-        return decoder
+        if self._adapters is None:
+            return decoder, None
+        return decoder, self._adapters.prepared_for(decoder, self._base_of(checkpoint))
 
     def _base_of(self, checkpoint: Checkpoint) -> ReadBase:
         """Reads the weights again, for what adapters take from them."""

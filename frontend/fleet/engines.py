@@ -40,6 +40,7 @@ class Engines(AsyncControls, AsyncLoRAControls):
         self._failure: Failure | None = None
         self._last_client: CoreClient | None = None
         self._late_tokens_of_former = 0
+        self._reload = asyncio.Lock()
         self._names: list[str] | None = None  # None: outdated
         self._serving: dict[str, list[Engine]] = {}
 
@@ -139,10 +140,11 @@ class Engines(AsyncControls, AsyncLoRAControls):
 
     async def reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
         path = checked_weights_path(weights_path)
-        there = {each.name: each.client for each in self.engines if each.client is not None and each.usable}
-        if not there:
-            raise self._dead_error
-        await reload_weights(there, path)
+        async with self._reload:  # engines take one after another
+            there = {each.name: each.client for each in self.engines if each.client is not None and each.usable}
+            if not there:
+                raise self._dead_error
+            await reload_weights(there, path)
 
     async def _fleet_adapters(self) -> FleetAdapters:
         return self.adapters

@@ -22,6 +22,7 @@ from source_tree import PYTHONPATH
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import scheduler_class
+from headrace.core.engine.sessions import ClientGone
 from headrace.core.options.engine_options import Options
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.executor.testing.null import NullExecutor, NullModel
@@ -52,13 +53,16 @@ class ObedientNull(NullExecutor):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.commands: list[WorkerCommand] = []
+        self.can_compute_beside = True
+        """Prepared weights leave room for those in use."""
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         assert not self._submitted, "a command came while a step was in flight"
         self.commands.append(command)
         if isinstance(command, PrepareWeights) and command.path == "missing":
             raise HeadraceError("there is no checkpoint at missing")
-        return (WorkerAnswer(facts={"device": "null"}, payload={"echo": 1}),)
+        can_compute = self.can_compute_beside or not isinstance(command, PrepareWeights)
+        return (WorkerAnswer(facts={"device": "null"}, payload={"echo": 1}, can_compute=can_compute),)
 
 
 class NewestFirst(Scheduler):
@@ -195,6 +199,68 @@ def test_a_command_that_fails_tells_why_and_disturbs_nobody():
     assert executor.commands[-1] == UseWeights(prepared=False)
     assert driver.core.loop.scheduler.num_preemptions == 0
     assert driver.num_tokens(0) == 20
+
+
+def refused(driver: Driver, command: Commands) -> str:
+    """Why a command is; "" if it is carried out."""
+    call = driver.send(command)
+    driver.core.run_until_idle()
+    reply = driver.reply(call)
+    assert reply is not None
+    return reply.failure.message if reply.failure is not None else ""
+
+
+def test_prepared_weights_are_their_clients_alone_and_go_with_it():
+    core = new_core()
+    one, other = Driver(core), Driver(core)
+    executor = core.executor
+    assert isinstance(executor, ObedientNull)
+    assert refused(one, ReloadWeights(path="first", part="prepare")) == ""
+    for part in ("prepare", ""):
+        assert "another client's reload_weights is under way" in refused(other, ReloadWeights(path="other", part=part))
+    assert "other weights are prepared here" in refused(other, ReloadWeights(path="other", part="use"))
+    assert "other weights are prepared here" in refused(one, ReloadWeights(path="other", part="use"))
+    assert refused(other, ReloadWeights(path="other", part="forget")) == ""
+    assert executor.commands == [PrepareWeights(path="first")]
+    assert refused(one, ReloadWeights(path="first", part="use")) == ""
+    assert executor.commands[1:] == [UseWeights(prepared=True)]
+    one.send(ReloadWeights(path="second", part="prepare"))
+    core.run_until_idle()
+    other.client.add(0, [5, 6, 7], max_tokens=20)
+    other.turns(2)  # a step is in flight
+    core.inbox.put((one.client.number, ClientGone()))
+    core.run_until_idle()
+    assert other.num_tokens(0) == 20
+    assert executor.commands[-1] == UseWeights(prepared=False)
+    assert refused(other, ReloadWeights(path="other")) == ""
+
+
+def test_weights_that_some_worker_could_not_read_are_kept_by_none():
+    driver = Driver(new_core())
+    assert refused(driver, ReloadWeights(path="missing", part="prepare")) == "there is no checkpoint at missing"
+    executor = driver.core.executor
+    assert isinstance(executor, ObedientNull)
+    assert executor.commands == [PrepareWeights(path="missing"), UseWeights(prepared=False)]
+
+
+def test_no_step_is_planned_while_new_weights_have_the_memory_of_those_in_use():
+    driver = Driver(new_core())
+    executor = driver.core.executor
+    assert isinstance(executor, ObedientNull)
+    executor.can_compute_beside = False
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(6)
+    driver.send(ReloadWeights(path="elsewhere", part="prepare"))
+    driver.turns(1)
+    stood = driver.num_tokens(0)
+    paused = driver.send(PauseGeneration(mode="wait"))
+    driver.turns(10)
+    assert driver.num_tokens(0) == stood < 20
+    assert driver.reply(paused) is None, "the request has not finished"
+    driver.send(ReloadWeights(path="elsewhere", part="use"))
+    driver.core.run_until_idle()
+    assert driver.num_tokens(0) == 20
+    assert driver.reply(paused) == Reply(call=paused)
 
 
 @pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), -1.0])

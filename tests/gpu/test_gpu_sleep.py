@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tiny_models
 import torch
 from gpu_parts import GpuOnCpu, LateDevice
 from model_driver import DictSource
+from patience import wait_until
 
 from headrace import LLM, SamplingParams
 from headrace.executor.gpu.kernels import Rounding, quantising
@@ -20,6 +21,7 @@ from headrace.executor.gpu.weights import residency as weight_residency
 from headrace.executor.gpu.weights.residency import HostCopy, check_room, free, pinned, storages_of, tensors_of
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
+from headrace.ipc.control import ReloadWeights
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.host import HostMemory
 from headrace.kernels.registry import choose_reference
@@ -221,3 +223,30 @@ def test_bytes_come_back_from_small_pieces_whatever_they_were(monkeypatch: pytes
     copy.restore()
     assert all(found.equal(expected) for found, expected in zip(tensors, wanted, strict=True))
     assert view.view(torch.int8).equal(wanted[3][:100])
+
+
+@pytest.mark.parametrize("part", ["forget", "use"])
+def test_requests_stand_still_while_new_weights_have_the_old_ones_memory(
+    part: Literal["use", "forget"], folders: dict[str, Path]
+) -> None:
+    """Of several engines, each waits until all have read them."""
+    with LLM(str(folders["own"]), **SETTINGS) as own:
+
+        def reload(part: Literal["prepare", "use", "forget"]) -> None:
+            own._background.run(own._client.control(ReloadWeights(path=str(folders["other"]), part=part), None))
+
+        def num_waiting() -> int:
+            return own._background.run(own._client.get_stats()).num_waiting
+
+        rank, before, held, found = GpuOnCpu.latest, tokens_of(own), held_bytes(), list[list[list[int]]]()
+        reload("prepare")
+        assert held_bytes() == 0
+        assert not rank.idle(), "nothing is captured of what is not there"
+        asks = threading.Thread(target=lambda: found.append(tokens_of(own)))
+        asks.start()
+        wait_until(lambda: num_waiting() == len(PROMPTS), 60, "requests that wait")
+        reload(part)
+        asks.join(60)
+        assert held_bytes() == held
+        assert (found == [before]) == (part == "forget")
+        assert found == [tokens_of(own)]

@@ -60,7 +60,8 @@ class WeightResidency:
 
     @property
     def is_awake(self) -> bool:
-        return not self._asleep
+        """Weights and cache are there, so that steps can be computed."""
+        return not self._asleep and self._aside is None
 
     @property
     def has_weights(self) -> bool:
