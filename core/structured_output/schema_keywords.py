@@ -7,11 +7,14 @@ allows more than the original. What is left of REFUSED after that is refused, wi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 from headrace.core.structured_output.exact_numbers import check_exact, check_multiples, with_exact_bounds
 from headrace.core.structured_output.expressions import leading_assertions
@@ -56,6 +59,8 @@ _NOTES = ("title", "description", "default", "examples", "$comment", "deprecated
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BEYOND_ANSWERS = 1 << 31
 """As many characters, values or properties no answer has."""
+PLAIN_REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[A-Za-z0-9_.-]+)?")
+"""To the whole schema, or to a definition whose name has no escapes."""
 _IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 """Keywords whose schemas apply to the same value."""
 _MOST_UNIQUE = 4
@@ -90,21 +95,42 @@ class _Rewriting:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._is_merged = _adds_bounds(root)
-        self._closed = dict[str, str]()
-        """References whose schema is needed closed, and the names of the definitions to add for that."""
+        self._added = dict[tuple[str, bool], str]()
+        """The names of definitions to add: of a reference's schema, and whether that is needed closed."""
 
     def whole(self) -> Any:
         if self._is_merged:
             check_multiples(set(_steps(self._root)))
         found = self._rewritten(self._root, "")
-        if not self._closed:
+        if not self._added:
             return found
-        definitions, done = dict(found.get("$defs", {})), 0
-        while done < len(self._closed):  # closed ones may need further ones
-            for reference, name in list(self._closed.items())[done:]:
-                definitions[name] = self._rewritten(_closed(_lookup(self._root, reference)), reference[1:])
+        definitions, done = dict(found.get("$defs") or {}), 0
+        while done < len(self._added):  # those may need further ones
+            for (reference, is_closed), name in list(self._added.items())[done:]:
+                schema = _lookup(self._root, reference)
+                definitions[name] = self._rewritten(_closed(schema) if is_closed else schema, reference[1:])
                 done += 1
         return {**found, "$defs": definitions}
+
+    def _add(self, reference: str, *, is_closed: bool) -> str:
+        """A reference to a definition that is added for this one."""
+        if (reference, is_closed) not in self._added:
+            known = self._root.get("$defs") or {}
+            names = (f"added_{number}" for number in itertools.count(len(self._added)))
+            self._added[reference, is_closed] = next(name for name in names if name not in known)
+        return f"#/$defs/{self._added[reference, is_closed]}"
+
+    def _reference(self, reference: str) -> str:
+        """To a definition, by a name without escapes. Of the libraries one decodes no escapes, one takes nothing but
+        ASCII, and neither finds what has been rewritten."""
+        if PLAIN_REFERENCE.fullmatch(reference) or _lookup(self._root, reference) is None or self._has_resources:
+            return reference
+        return self._add(reference, is_closed=False)
+
+    @functools.cached_property
+    def _has_resources(self) -> bool:
+        """Some schema within has a URI of its own, which references there begin at."""
+        return any("$id" in each for each in _schemas_in(self._root) if each is not self._root)
 
     def _rewritten(self, schema: Any, where: str) -> Any:
         if isinstance(schema, list):
@@ -112,6 +138,8 @@ class _Rewriting:
         if not isinstance(schema, dict):
             return schema
         schema = self._changed(schema, where or "/")
+        if isinstance(reference := schema.get("$ref"), str):
+            schema = {**schema, "$ref": self._reference(reference)}
         return {name: self._within(name, value, f"{where}/{name}") for name, value in schema.items()}
 
     def _within(self, name: str, value: Any, where: str) -> Any:
@@ -183,7 +211,7 @@ class _Rewriting:
     def _in_closed_form(self, schema: Any) -> Any:
         if self._resolved(schema) is schema:
             return _closed(schema)
-        return {"$ref": f"#/$defs/{self._closed.setdefault(schema['$ref'], f'closed_{len(self._closed)}')}"}
+        return {"$ref": self._add(schema["$ref"], is_closed=True)}
 
     def _exclude_each_other(self, schemas: list[Any]) -> bool:
         return all(self._excludes(first, second) for first, second in itertools.combinations(schemas, 2))
@@ -233,21 +261,31 @@ class _Rewriting:
 
 
 def _lookup(root: Any, reference: str) -> Any:
-    """What a JSON pointer within the schema leads to; None if it leads nowhere or elsewhere."""
+    """What a JSON pointer within the schema leads to; None if it leads nowhere or elsewhere. Names are decoded as in a
+    URI, unless no such name is there: pydantic, for one, writes a class's name as it is."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):
         return None
     at = root
     for part in reference[2:].split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
+        name, as_it_is = (each.replace("~1", "/").replace("~0", "~") for each in (unquote(part), part))
         if isinstance(at, dict):
-            at = at.get(name)
+            at = at.get(name, at.get(as_it_is))
         elif isinstance(at, list) and name.isdecimal() and int(name) < len(at):
             at = at[int(name)]
         else:
             return None
     return at
+
+
+def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema, some of which are no schemas."""
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _schemas_in(each)
 
 
 def _without_notes(schema: Any) -> Any:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.core.structured_output.expressions import ExpressionPart, parts_of, written
+from headrace.core.structured_output.schema_keywords import PLAIN_REFERENCE
 
 FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -128,6 +129,8 @@ def _body(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     if first == "$ref":
         if not str(schema["$ref"]).startswith("#/") and schema["$ref"] != "#":
             raise ValueError(f"it follows references within the schema alone (at {pointer or '/'})")
+        if not PLAIN_REFERENCE.fullmatch(schema["$ref"]):  # of an empty name the library takes what is above it
+            raise ValueError(f"the reference {schema['$ref']!r:.100} leads nowhere (at {pointer or '/'})")
         return {"$ref": schema["$ref"]}
     parts = [followed(each, f"{pointer}/{first}/{index}") for index, each in enumerate(schema[first])]
     if first == "allOf" and len(parts) != 1:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import numpy as np
@@ -669,3 +670,118 @@ def test_a_library_that_is_not_installed_is_told_at_the_start(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(OptionError, match=re.escape(f"xgrammar is not installed; {how_to_install('xgrammar')}")):
         structured_outputs_of({"backend": "xgrammar"})
+
+
+def requires(reference: str, **others: Any) -> str:
+    """A schema of an object whose only property is what a reference leads to."""
+    properties = {"r": {"$ref": reference}}
+    return json.dumps({**others, "type": "object", "properties": properties, "required": ["r"]})
+
+
+BOOLEAN, INTEGER = {"type": "boolean"}, {"type": "integer"}
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("reference", "others"),
+    [
+        *((f"#/$defs/{each}", {"$defs": {"a b": BOOLEAN}}) for each in ("a b", "a%20b")),
+        *((f"#/$defs/{each}", {"$defs": {"Größe 日😀": BOOLEAN}}) for each in ("Größe 日😀", quote("Größe 日😀"))),
+        ("#/$defs/a%20b", {"$defs": {"a b": BOOLEAN, "a%20b": INTEGER}}),
+        ("#/$defs/a~1b", {"$defs": {"a/b": BOOLEAN, "a~1b": INTEGER}}),
+        ("#/$defs/~01", {"$defs": {"~1": BOOLEAN, "/": INTEGER}}),
+        ('#/$defs/"\\\n', {"$defs": {'"\\\n': BOOLEAN}}),
+        ("#/$defs/", {"$defs": {"": BOOLEAN}}),
+        ("#/$defs/a%2Fb", {"$defs": {"a/b": BOOLEAN, "added_0": INTEGER}}),
+        ("#/components/schemas/Y", {"components": {"schemas": {"Y": BOOLEAN}}}),
+        ("#/$defs/x/oneOf/0", {"$defs": {"x": {"oneOf": [BOOLEAN, INTEGER]}}}),
+        ("#/$defs/x/prefixItems/1", {"$defs": {"x": {"type": "array", "prefixItems": [INTEGER, BOOLEAN]}}}),
+    ],
+)
+def test_a_reference_leads_where_json_schema_says(name: str, reference: str, others: dict[str, Any]) -> None:
+    matcher = compiled(name, "json", requires(reference, **others))
+    assert [each for each in ("true", "1", '"a"', "{}") if takes(matcher, f'{{"r":{each}}}')] == ["true"]
+
+
+@each_backend
+@pytest.mark.parametrize("reference", ["#/$defs/", "#/", "#/$defs//a", "#/$defs/b", "#/$defs/a%20"])
+def test_a_reference_that_leads_nowhere_is_refused(name: str, reference: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"leads nowhere|does not exist|Cannot find"):
+        compiled(name, "json", requires(reference, **{"$defs": {"a": BOOLEAN}}))
+
+
+def test_alternatives_behind_encoded_references_are_told_apart_by_what_these_lead_to() -> None:
+    """Both of `a b`; only one of them by its name as it is written."""
+    definitions = {"a b": INTEGER, "a%20b": BOOLEAN, "c": {"type": "number"}}
+    schema = {"$defs": definitions, "oneOf": [{"$ref": "#/$defs/a%20b"}, {"$ref": "#/$defs/c"}]}
+    with pytest.raises(InvalidRequestError, match="do not exclude each other"):
+        compiled("llguidance", "json", json.dumps(schema))
+
+
+ODD = (
+    *(
+        '"',
+        "\\",
+        "\n",
+        "\t",
+        "\0",
+        "\x1f",
+        "\x7f",
+        "é",
+        "日",
+        "\u2028",
+        "😀",
+        "👩\u200d👧",
+        "</",
+        "/",
+        "\\n",
+        "\\u0041",
+        '\\"',
+    ),
+    *("{", "[", ":", ",", " ", "$", "%", "a", "\ufeff", "e\u0301", "#", "~1", "~0", "^", ".*", "(", "|", "?", "null"),
+)
+
+
+def odd_schema(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Of an object whose names and texts JSON escapes, in some way."""
+
+    def text() -> str:
+        return "".join(numbers.choices(ODD, k=numbers.choice((0, 1, 2, 4))))
+
+    def value() -> dict[str, Any]:
+        kinds: list[Any] = [
+            INTEGER | {"minimum": 0, "maximum": 9},
+            {"const": numbers.choice([text(), {text(): text()}, [text()]])},
+            {"enum": [text(), text() + "a", None]},
+            {"type": "string", "maxLength": 2},
+            {"type": "array", "items": BOOLEAN, "maxItems": 2},
+        ]
+        return odd_schema(numbers, depth + 1) if depth < 2 and not numbers.randrange(6) else numbers.choice(kinds)
+
+    names = list({text() for _ in range(numbers.randint(1, 4))})
+    schema: dict[str, Any] = {"type": "object", "properties": {each: value() for each in names}}
+    schema["required"] = [each for each in names if numbers.random() < 0.7]
+    others = numbers.choice((False, False, {"const": 1}, None))
+    return schema if others is None else {**schema, "additionalProperties": others}
+
+
+@each_backend
+def test_schemas_of_escaped_names_are_kept_to_or_refused(name: str) -> None:
+    numbers, outcomes, refusals = random.Random(36), Counter[str](), list[str]()
+    for _ in range(100):
+        schema = odd_schema(numbers)
+        try:
+            matcher = compiled(name, "json", json.dumps(schema, ensure_ascii=numbers.random() < 0.5))
+        except InvalidRequestError as error:
+            refusals.append(str(error))
+            continue
+        for _ in range(3):
+            answer, is_whole = walk(name, matcher.copy(), numbers, 300)
+            outcomes["whole" if is_whole else "cut"] += 1
+            if is_whole:
+                pairs: list[Any] = json.loads(answer, object_pairs_hook=list)
+                assert len(dict(pairs)) == len(pairs), answer
+                jsonschema.validate(json.loads(answer), schema)
+    assert outcomes["whole"] >= 50, outcomes
+    by_name = re.compile(r"does not follow the name|the property .* is not followed")
+    assert [each for each in refusals if not by_name.search(each)] == []
