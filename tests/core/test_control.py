@@ -25,6 +25,7 @@ from headrace.core.engine.loop import scheduler_class
 from headrace.core.engine.sessions import ClientGone
 from headrace.core.options.engine_options import Options
 from headrace.core.schedule.scheduler import Scheduler
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import (
     CallExtension,
@@ -579,6 +580,35 @@ def test_a_reload_that_hangs_is_answered_at_its_deadline_and_the_engine_serves_o
         with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
             llm.reload_weights(checkpoints["other"])
         assert tokens_of(llm) == before
+
+
+def test_a_reload_that_ends_after_its_deadline_changes_nothing(checkpoints, monkeypatch):
+    mount_is_there, ranks, open_again = threading.Event(), list[CpuRank](), CpuRank._open_again
+
+    def open_in_the_end(rank: CpuRank, path: str | None) -> Any:
+        ranks.append(rank)
+        mount_is_there.wait(60)
+        return open_again(rank, path)
+
+    monkeypatch.setattr(CpuRank, "_open_again", open_in_the_end)
+    mount_is_there.set()
+    with LLM(checkpoints["one"], in_process=True, enable_sleep_mode=True, **MODEL) as llm:
+        llm.reload_weights()
+        before, rank = tokens_of(llm), ranks[0]
+        weights, deadlines = rank._weights, rank._bounded
+        mount_is_there.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(deadlines, "_timeout_s", 0.5)
+            with pytest.raises(HeadraceError, match="reading the weights did not end within"):
+                llm.reload_weights(checkpoints["other"])
+        mount_is_there.set()
+        assert deadlines._hanging is not None
+        deadlines._hanging[1].join(60)
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert rank._weights == weights, "what it tells of those in use"
+            assert tokens_of(llm) == before
 
 
 def test_a_profile_whose_folder_hangs_is_answered_at_its_deadline_and_another_can_be_recorded(
