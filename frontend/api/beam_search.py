@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 
 from headrace.frontend.adapters.lora_request import LoRARequest
@@ -18,7 +19,7 @@ from headrace.frontend.api.batch import RequestBatch, checked_requests
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.request.checks import check
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
-from headrace.frontend.request.parameters.sampling_fields import ParamsStruct
+from headrace.frontend.request.parameters.sampling_fields import ParamsStruct, plain_integer
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt, TokensInput, tokens_input
 from headrace.ipc.failure import InvalidRequestError
@@ -46,12 +47,14 @@ class BeamSearchParams(ParamsStruct, omit_defaults=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         for name, low in (("beam_width", 1), ("max_tokens", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            if (count := plain_integer(value)) is None or count < low:
                 raise _bad(name, value, f"must be an integer of at least {low}")
+            setattr(self, name, count)
         for name in ("temperature", "length_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
                 raise _bad(name, value, "must be a finite number")
+            setattr(self, name, float(value))
         if self.temperature < 0:
             raise _bad("temperature", self.temperature, "must be at least 0")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):

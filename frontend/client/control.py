@@ -119,6 +119,10 @@ def _plain(command: Commands) -> Commands:
             values[name] = msgspec.convert(getattr(command, name), threadsafe(hint))
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"{type(command).__name__}.{name}: {error}") from None
+        try:
+            msgspec.msgpack.encode(values[name])
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"{type(command).__name__}.{name} cannot be sent: {error}") from None
     return type(command)(**values)
 
 

@@ -103,6 +103,10 @@ def render_chats(
             "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
             "message, the other begins a new one"
         )
+    try:
+        template.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"the chat template is not valid Unicode text: {error}") from None
     contexts: list[bytes] = []
     final_texts: list[str] = []
     try:

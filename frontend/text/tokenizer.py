@@ -37,6 +37,16 @@ class Encoding(dict[str, Any]):
             raise AttributeError(f"an encoding has no {name!r}; it has {', '.join(self)}") from None
 
 
+def _unreadable(texts: Sequence[Any], error: TypeError) -> InvalidRequestError:
+    """Why the library takes one of these for no text."""
+    for text in texts:
+        try:
+            text.encode()
+        except (AttributeError, UnicodeEncodeError) as found:
+            return InvalidRequestError(f"the text {text!r:.50} is not valid Unicode text: {found}")
+    return InvalidRequestError(f"the texts cannot be tokenized: {error}")
+
+
 class Tokenizer(TransformersNames):
     """A model's tokenizer. Thread-safe. Method names are those of transformers."""
 
@@ -109,7 +119,10 @@ class Tokenizer(TransformersNames):
         """The token ids of a text. Arguments and errors are those of `__call__`."""
         if others:
             refuse_others("encode", others)
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens and not truncation)
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens and not truncation)
+        except TypeError as error:
+            raise _unreadable([text], error) from None
         if truncation:
             if max_length is None:
                 raise InvalidRequestError("truncation needs max_length: a tokenizer does not know the engine's limit")
@@ -130,7 +143,10 @@ class Tokenizer(TransformersNames):
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` for many texts at once, on several threads."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise _unreadable(texts, error) from None
         return [each.ids for each in encoded]
 
     def encode_pairs(
@@ -139,7 +155,10 @@ class Tokenizer(TransformersNames):
         """For each pair its token ids, as the model joins two texts, and the index of the second text's first token, if
         the model has a token type for it. max_length: the longer text is cut first, at its end or its beginning."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        encoded = dict(zip(texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True))
+        try:
+            encoded = dict(zip(texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True))
+        except TypeError as error:
+            raise _unreadable(texts, error) from None
         num_special, found = self._tokenizer.num_special_tokens_to_add(True), list[tuple[list[int], int | None]]()
         for pair in pairs:
             parts = [encoded[text] for text in pair]

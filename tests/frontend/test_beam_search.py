@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -128,6 +129,14 @@ def test_fields_of_newer_versions_that_ask_for_nothing_pass() -> None:
     """tests/samplers/test_beam_search_online.py of vLLM makes such."""
     params = BeamSearchParams(2, 4, structured_outputs=None, watermarking=None, allowed_token_ids=None)
     assert params == BeamSearchParams(beam_width=2, max_tokens=4, skip_special_tokens=True)
+
+
+def test_numbers_of_numpy_are_plain() -> None:
+    params = BeamSearchParams(np.int64(2), np.int32(4), temperature=np.float32(0.5), length_penalty=np.float64(2))
+    assert params == BeamSearchParams(2, 4, temperature=0.5, length_penalty=2.0)
+    assert {type(each) for each in (params.beam_width, params.max_tokens)} == {int}
+    with pytest.raises(InvalidRequestError, match="must be an integer of at least 1"):
+        BeamSearchParams(np.float64(2), 4)
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,9 @@ def test_a_path_of_a_wrong_type_is_refused(llm: LLM, path: Any) -> None:
         within(lambda: llm.reload_weights(path))
 
 
+CHAT: Any = [{"role": "user", "content": "hi"}]
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -400,6 +403,12 @@ def test_a_path_of_a_wrong_type_is_refused(llm: LLM, path: Any) -> None:
         lambda llm: llm.pause_generation(5),
         lambda llm: llm.sleep("deep"),
         lambda llm: llm.call_extension({5: 6}),
+        *(lambda llm, value=value: llm.call_extension({"a": value}) for value in (object(), 1 << 70, "\ud800")),
+        lambda llm: llm.reload_weights("\ud800"),
+        lambda llm: llm.start_profile("\ud800"),
+        lambda llm: llm.chat(CHAT, chat_template="\ud800"),
+        lambda llm: llm.chat([{"role": "user", "content": "\ud800"}], chat_template="{{ messages[0].content }}"),
+        lambda llm: llm.chat(CHAT, chat_template="{{ '\\ud83d' }}"),
         lambda llm: llm.collective_rpc("m", args=(object(),)),
         lambda llm: llm.collective_rpc("m", args=5),
         lambda llm: llm.collective_rpc("m", kwargs=["a"]),
