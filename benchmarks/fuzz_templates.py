@@ -239,7 +239,7 @@ def overhead(num_pairs: int = 2000) -> dict[str, float]:
         return time.perf_counter() - began_s
 
     pairs = [
-        (seconds(lambda: here.do(asked)), seconds(lambda: renderer().render(TEMPLATE, context)))
+        (seconds(lambda: here.do(asked)), seconds(lambda: renderer().outputs(TEMPLATE, context)))
         for _ in range(num_pairs)
     ]
     quartiles = statistics.quantiles([there_s - here_s for here_s, there_s in pairs], n=4)
