@@ -114,15 +114,9 @@ def redundant_elements(spec: ArchSpec, num_redundant: int) -> int:
     """Number of parameters of `num_redundant` expert replicas in each layer."""
     found = 0
     for layer in () if spec.foreign else spec.layers:
-        if (stack := expert_stack(spec, layer)) is not None:
+        if (stack := ExpertStack.of(spec, layer)) is not None:
             found += sum(math.prod(weight.shape) for weight in stack.weights()) * num_redundant // len(stack.gates)
     return found
-
-
-def expert_stack(spec: ArchSpec, layer: LayerSpec) -> ExpertStack | None:
-    """The experts among which a layer's FFN chooses, which ranks can divide; None if it has none."""
-    found = layer.ffn.declare(spec).get("experts")
-    return found if isinstance(found, ExpertStack) else None
 
 
 def prompt_logprobs_cost(spec: ArchSpec) -> float:

@@ -12,8 +12,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.eplb import eplb_of
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks import ExpertStack
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
-from headrace.executor.models.sizes import expert_stack
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import OptionError
 
@@ -53,7 +53,7 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
             "enable_expert_parallel divides experts among ranks: it needs tensor_parallel_size=2 or more, or "
             "data_parallel_size=2 or more on one machine"
         )
-    stacks = [stack for layer in spec.layers if (stack := expert_stack(spec, layer)) is not None]
+    stacks = [stack for layer in spec.layers if (stack := ExpertStack.of(spec, layer)) is not None]
     if not stacks:
         raise OptionError(f"enable_expert_parallel: a {spec.architecture} has no experts to divide")
     if eplb is not None:

@@ -197,7 +197,7 @@ class PoolingCalls:
         if client.may_wait:
             self._background.run(client.until_usable())
         if client.welcome.pooling is None:
-            raise InvalidRequestError(f"{what} want a model that pools: {NOT_POOLING}")
+            raise InvalidRequestError(f"{what}: {NOT_POOLING}")
         return client
 
     def _pool(

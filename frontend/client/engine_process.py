@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.ipc.failure import Failure
-from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of
+from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of, wants_to_run
 from headrace.ipc.transport.sockets import ipc_path
 
 END_SEEN_WITHIN_S = 1.0
@@ -92,7 +92,7 @@ class EngineProcess:
         if status is None or status.started != self._started:
             return False
         before, self._used_ticks = self._used_ticks, status.used_ticks
-        return status.state in "RD" or (before is not None and status.used_ticks > before)
+        return (before is not None and status.used_ticks > before) or wants_to_run(self.pid)
 
     def explain_soon(self, lost: Failure, tell: Callable[[Failure], None]) -> None:
         """Calls `tell` with the explanation, in the running asyncio loop, once the process has ended or hangs."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 class Status(NamedTuple):
     state: str
-    """The letter of proc(5): R running, S sleeping, T stopped, Z ended but not yet waited for by its parent."""
+    """The letter of proc(5), of its first thread: R running, S sleeping, T stopped, Z ended but not yet waited for by
+    its parent."""
     started: int
     """Start time in clock ticks since boot: a process with the same pid and a later start is another process."""
     used_ticks: int
@@ -24,6 +25,15 @@ def status_of(pid: int) -> Status | None:
         return Status(fields[0], int(fields[19]), int(fields[11]) + int(fields[12]))
     except (OSError, IndexError, ValueError):
         return None
+
+
+def wants_to_run(pid: int) -> bool:
+    """Whether a thread of this process runs, waits for a processor, or for its memory or files."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if file.read_text().rpartition(") ")[2][:1] in {"R", "D"}:
+                return True
+    return False
 
 
 def anonymous_bytes(pid: int) -> int:

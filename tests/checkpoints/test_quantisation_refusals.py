@@ -85,7 +85,10 @@ def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
         ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "weight_scale_semantics is 'log'; inverse is known"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "the fp8 config's fmt is 'e5m2'; e4m3 is known"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "the fp8 config's expert_dtype is 'fp4'; fp8 is known"),
+        (
+            {"quant_method": "fp8", "expert_dtype": "fp6"},
+            "the fp8 config's expert_dtype is 'fp6'; fp4 and fp8 are known",
+        ),
         ({"quant_method": "mxfp4", "scale_bias": 3}, "the mxfp4 config has scale_bias=3, which is not known"),
         (made.gptq()[0] | {"rotation": "hadamard"}, "rotation='hadamard': inputs of some layers are rotated while"),
         (made.gptq()[0] | {"adapter": {"name": "lora"}}, "adapter={'name': 'lora'}: low-rank corrections beside"),

@@ -83,6 +83,21 @@ def test_a_process_works_if_it_uses_processor_time(
     assert not found.has_worked(), "it has ended"
 
 
+def test_a_process_works_if_one_of_its_threads_waits_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's first thread sleeps, and beside many others the one that computes gets no processor time for long."""
+    code = (
+        "import threading\ndef spin():\n    print('begun', flush=True)\n    while True: pass\n"
+        "thread = threading.Thread(target=spin)\nthread.start()\nthread.join()"
+    )
+    monkeypatch.setattr(engine_process, "_PROGRAMS", (b"python",))
+    with process(code) as (child,):
+        found = EngineProcess.find(child.pid)
+        assert found is not None
+        status = engine_process.status_of(child.pid)
+        monkeypatch.setattr(engine_process, "status_of", lambda pid: status)
+        wait_until(found.has_worked, 30, "the thread to be seen")
+
+
 @pytest.mark.system
 def test_an_engine_that_computes_in_one_call_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with fleet(BUSY, 2, monkeypatch) as (llm, client):

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 import pytest
-from multiproc_parts import HERE, options
+from multiproc_parts import HERE, options, shared_files
 from patience import wait_until, within
 from wire_client import WireClient
 
@@ -151,7 +151,7 @@ def run(cell: Cell, folder: Path) -> None:
 def check_nothing_is_left(seen: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(seen, timeout=within(WITHIN_S))
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert not [name for name in os.listdir("/dev/shm") if "headrace" in name]
+    assert not shared_files()
 
 
 def workers_of(pid: int) -> list[psutil.Process]:

@@ -247,6 +247,12 @@ class ExpertStack(Declared):
                 yield Weight(f"{up}.bias", (self.inner,), "bias")
                 yield Weight(f"{down}.bias", (self.hidden,), "bias")
 
+    @classmethod
+    def of(cls, spec: ArchSpec, layer: LayerSpec) -> ExpertStack | None:
+        """The experts among which a layer's FFN chooses, which ranks can divide; None if it has none."""
+        found = layer.ffn.declare(spec).get("experts")
+        return found if isinstance(found, cls) else None
+
 
 @dataclass(frozen=True)
 class AttendLatent(Declared):

@@ -36,8 +36,8 @@ LATENT_HALVES = ("k_b_proj", "v_b_proj")
 def records_by_name(
     header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec, architecture: GGUFArchitecture
 ) -> dict[str, TensorRecord]:
-    """The file's tensors by the names that the model declares, without those that it may ignore. A tensor that the
-    model does not declare keeps its name, and the decoder refuses it."""
+    """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
+    and the decoder refuses it unless it may ignore it."""
     places, found = _Places(header, spec, architecture), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
@@ -55,9 +55,7 @@ def records_by_name(
         else:
             found |= places.plain(name, record)
     found |= places.of_metadata(next(iter(tensors.values())))
-    ignored = [re.compile(each) for each in spec.names.ignorable]
-    kept = {name: each for name, each in found.items() if not any(pattern.search(name) for pattern in ignored)}
-    return {name: _with_shape(record, places.shapes.get(name)) for name, record in kept.items()}
+    return {name: _with_shape(record, places.shapes.get(name)) for name, record in found.items()}
 
 
 class _Places:
