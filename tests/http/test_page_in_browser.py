@@ -472,6 +472,7 @@ def test_nothing_sticks_out_on_a_phone(browser: Browser, server: Server) -> None
 @pytest.mark.parametrize("look", [PHONE, {"viewport": {"width": 1280, "height": 800}}], ids=["phone", "wide"])
 def test_nothing_in_the_toolbar_covers_something_else(browser: Browser, server: Server, look: dict[str, Any]) -> None:
     with opened(browser, server.url, **look) as page:
+        page.locator("#engine option").first.wait_for(state="attached")  # once the page knows a model
         page.evaluate("document.querySelector('#engine option').textContent = 'A-model-with-a-long-name-Instruct'")
         boxes = page.evaluate(
             """() => [...document.querySelectorAll(".toolbar select, .toolbar button")]
