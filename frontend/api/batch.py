@@ -332,8 +332,8 @@ def default_params(welcome: Welcome) -> SamplingParams:
 
 def priorities_for(given: Any, count: int) -> Sequence[Any]:
     """One for each of `count` prompts, which `check` checks. Raises InvalidRequestError for another number of them."""
-    if given is None or isinstance(given, numbers.Integral):
-        return [0 if given is None else given] * count
+    if isinstance(given, numbers.Integral):
+        return [given] * count
     several = elements(given)
     if several is None or len(several) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
