@@ -37,6 +37,41 @@ struct Best {
   int64_t token;
 };
 
+// The lanes where a > b, as bits.
+inline uint32_t lanes_above(Floats a, Floats b) {
+#if defined(HEADRACE_AVX512)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GT_OQ);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(
+      _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), _CMP_GT_OQ)));
+#else
+  const Ints above = a > b;
+  uint32_t lanes = 0;
+  for (int lane = 0; lane < kLanes; ++lane) lanes |= static_cast<uint32_t>(above[lane] & 1) << lane;
+  return lanes;
+#endif
+}
+
+constexpr float kNoChance = -37.0f;  // below the logarithm of 2^-53, which is the least value of 1 - u
+
+// 1 - u of the words of kLanes tokens, rounded down to 24 bits.
+inline Floats less_than_one(Words first, Words second) {
+  first = ~first >> 40;
+  second = ~second >> 40;
+#if defined(HEADRACE_AVX512)
+  const __m256i low = _mm512_cvtepi64_epi32(reinterpret_cast<__m512i>(first));
+  const __m256i high = _mm512_cvtepi64_epi32(reinterpret_cast<__m512i>(second));
+  const Ints bits = reinterpret_cast<Ints>(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+#else
+  Ints bits;
+  for (int lane = 0; lane < kWords; ++lane) {
+    bits[lane] = static_cast<int32_t>(first[lane]);
+    bits[kWords + lane] = static_cast<int32_t>(second[lane]);
+  }
+#endif
+  return __builtin_convertvector(bits, Floats) * 0x1p-24f;
+}
+
 struct Highest {
   float logit;  // NaN if the part contains a NaN
   int64_t token;
@@ -92,20 +127,13 @@ Best draw_from_all(const float* logits, float temperature, uint64_t key, Range p
   Words offsets;
   for (int lane = 0; lane < kWords; ++lane) offsets[lane] = static_cast<uint64_t>(lane + 1) * kGolden;
   for (; token + kLanes <= part.end; token += kLanes) {
+    const Floats ahead = load_floats(logits + token) / temperature - limit;
+    if (!lanes_above(ahead, all_lanes(kNoChance))) continue;
     // The bound is raised by one part in a thousand, far more than all rounding here.
-    const Floats bound = exponential<true>(load_floats(logits + token) / temperature - limit) * 1.001f;
-    if (largest_lane(bound) < 0x1p-54f) continue;  // 1 - u is at least 2^-53
-    alignas(64) float bounds[kLanes];
-    store_floats(bounds, bound);
-    for (int half = 0; half < 2; ++half) {
-      const uint64_t base = key + kGolden * static_cast<uint64_t>(token + half * kWords);
-      const Words word = mix(offsets + base);
-      for (int lane = 0; lane < kWords; ++lane) {
-        // 1 - u, rounded down to 32 bits.
-        const float rest = static_cast<float>(static_cast<uint32_t>(~word[lane] >> 32)) * 0x1p-32f * 0.999f;
-        if (rest < bounds[half * kWords + lane]) consider(token + half * kWords + lane);
-      }
-    }
+    const Floats bound = exponential<true>(ahead) * 1.001f;
+    const uint64_t base = key + kGolden * static_cast<uint64_t>(token);
+    const Floats rest = less_than_one(mix(offsets + base), mix(offsets + (base + kGolden * kWords)));
+    for (uint32_t lanes = lanes_above(bound, rest); lanes; lanes &= lanes - 1) consider(token + __builtin_ctz(lanes));
   }
   for (; token < part.end; ++token) consider(token);
   return best;
@@ -247,18 +275,17 @@ void mask_part(const SampleArgs& args, int64_t row, Range part) {
   if (!args.is_masked[row]) return;
   const int32_t* words = args.masks + row * ((args.vocab_size + 31) / 32);
   float* logits = args.logits + row * args.stride;
-  for (int64_t token = part.begin; token < part.end;) {
-    const int64_t end = std::min((token / 32 + 1) * 32, part.end);
-    const uint32_t word = static_cast<uint32_t>(words[token / 32]);
-    if (word == 0xFFFFFFFFu) {
-      token = end;
-      continue;
-    }
-    for (; token < end; ++token) {
-      const float value = logits[token];
-      const bool stays = ((word >> (token % 32)) & 1) || !(value < __builtin_inff());
-      logits[token] = stays ? value : -__builtin_inff();
-    }
+  const Ints lanes = lane_numbers();
+  int64_t token = part.begin;
+  for (; token + kLanes <= part.end; token += kLanes) {  // parts begin at a multiple of kLanes, which divides 32
+    const Ints word = all_lanes(words[token / 32]);
+    const Floats value = load_floats(logits + token);
+    const Ints stays = ((word >> (lanes + static_cast<int32_t>(token % 32)) & 1) != 0) | ~(value < __builtin_inff());
+    store_floats(logits + token, choose(stays, value, all_lanes(-__builtin_inff())));
+  }
+  for (; token < part.end; ++token) {
+    const bool stays = ((words[token / 32] >> (token % 32)) & 1) || !(logits[token] < __builtin_inff());
+    if (!stays) logits[token] = -__builtin_inff();
   }
 }
 
