@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace import kernels
 from headrace.ipc.codec import Tensor as WireTensor
 from headrace.ipc.messages import LogprobRows
-from headrace.kernels.reference.sampling import token_logprobs
 
 if TYPE_CHECKING:
     from headrace.executor.sampling.columns import SamplingColumns
@@ -46,7 +46,8 @@ def logprob_rows(
     """
     counts = limited(counts, logits.shape[1])
     own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
-    found = token_logprobs(logits, own_ids, int(counts.max(initial=0)))
+    op = kernels.choose("token_logprobs", device=logits.device, dtype=logits.dtype, vocab_size=logits.shape[1])
+    found = op(logits, own_ids, int(counts.max(initial=0)))
     ids, values, ranks = (each.cpu().numpy() for each in found)
     if as_logits:
         values = logits.gather(1, found.token_ids.long()).cpu().numpy()

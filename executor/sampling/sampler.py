@@ -84,8 +84,11 @@ def sample(
     needs = batch.sampling.needs[rows]
     used = batch.sampling.all_needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
-    raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes logits
+    mode = batch.sampling.logprobs_mode
     changes = bool(used & CHANGES) or change is not None
+    reported = None
+    if reporting.size and mode.startswith("raw") and (changes or used & Needs.PROCESSORS):
+        reported = logits[_indices(reporting, logits)]  # a copy, before anything changes logits
     problems: dict[int, str] = {}
     custom = None
     if changes:
@@ -108,9 +111,8 @@ def sample(
         custom.apply(logits, argmax_invariant=True)
     if processed is not None:
         draws = processed.keep(logits, draws)
-    mode = batch.sampling.logprobs_mode
-    if raw is not None and mode.startswith("processed"):
-        raw = drawn_from(logits, draws, reporting)
+    if reporting.size and mode.startswith("processed"):
+        reported = drawn_from(logits, draws, reporting)
     chosen = choose_tokens(logits, draws)
     if processed is not None:
         processed.chosen(chosen.token_ids)
@@ -119,18 +121,33 @@ def sample(
             problems.setdefault(int(index), ALL_FORBIDDEN)
     else:
         problems = find_problems(chosen.best)
-    if raw is not None and problems:
-        good = ~np.isin(reporting, list(problems))
-        reporting, raw = reporting[good], raw[_column(good, raw)]
-    if raw is None or not len(raw):
+    if not reporting.size:
         return Sampled(chosen.token_ids, problems)
-    asked = asked_tokens(batch.sampling, rows[reporting])
+    if reported is None:
+        reported = logits if len(reporting) == len(logits) else logits[_indices(reporting, logits)]
+    return _with_logprobs(reported, reporting, batch, rows, chosen, problems)
+
+
+def _with_logprobs(
+    logits: Tensor,
+    reporting: np.ndarray,
+    batch: SampledRows,
+    rows: np.ndarray,
+    chosen: Chosen,
+    problems: dict[int, str],
+) -> Sampled:
+    """Adds the logprobs of the rows with these indices, whose logits these are; not of those in `problems`."""
+    if problems:
+        good = ~np.isin(reporting, list(problems))
+        reporting, logits = reporting[good], logits[_column(good, logits)]
+        if not reporting.size:
+            return Sampled(chosen.token_ids, problems)
     logprobs = logprob_rows(
-        raw,
+        logits,
         chosen.token_ids[reporting],
         batch.sampling.num_logprobs[rows[reporting]],
-        asked,
-        as_logits=mode.endswith("logits"),
+        asked_tokens(batch.sampling, rows[reporting]),
+        as_logits=batch.sampling.logprobs_mode.endswith("logits"),
     )
     return Sampled(chosen.token_ids, problems, reporting.astype(np.int32), logprobs)
 

@@ -14,6 +14,7 @@ from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.runtime.threads import ThreadPool
 from headrace.kernels.cpu.sampling import sampling
 from headrace.kernels.cpu.sampling.sampling import SampleBuffers, sample
+from headrace.kernels.reference import sampling as reference
 from headrace.kernels.reference.sampling import DeviceDraws, choose_tokens
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -146,3 +147,27 @@ def test_as_an_op_it_reads_no_column_that_the_hosts_bounds_rule_out() -> None:
     assert sampling.choose_tokens(logits, drawn).token_ids.tolist() == choose_tokens(logits, drawn).token_ids.tolist()
     greedy = DeviceDraws(temperature=torch.ones(8), **columns, **rows, may_draw=False, may_truncate=False)
     assert sampling.choose_tokens(logits, greedy).token_ids.tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("level", ["own", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("vocab", [5, 1000, 49_152])
+def test_log_probabilities_are_those_of_the_reference(level: str, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if level != "own":
+        try:
+            library = build.build(level)
+        except build.BuildError as error:
+            pytest.skip(str(error))
+        monkeypatch.setattr(sampling, "runtime", lambda: Runtime(library, ThreadPool(library, 2)))
+    generator = np.random.default_rng(vocab)
+    logits = random_rows(vocab, 15, generator)
+    own = torch.from_numpy(np.array([int(generator.choice(np.flatnonzero(row > -np.inf))) for row in logits.numpy()]))
+    for num_top in (0, 1, 5, 20, 300, vocab):
+        if num_top > vocab or (level != "own" and num_top > 300):
+            continue
+        found, expected = (each(logits, own, num_top) for each in (sampling.token_logprobs, reference.token_logprobs))
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.ranks, expected.ranks)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=3e-7, atol=1e-6)
+        alone = [sampling.token_logprobs(logits[row : row + 1], own[row : row + 1], num_top) for row in (3, 14)]
+        for row, one in zip((3, 14), alone, strict=True):
+            assert torch.equal(one.logprobs[0], found.logprobs[row])

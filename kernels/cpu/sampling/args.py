@@ -28,3 +28,20 @@ class SampleArgs(ctypes.Structure):
         ("is_masked", ctypes.c_void_p),
         ("masks", ctypes.c_void_p),
     )
+
+
+class LogprobArgs(ctypes.Structure):
+    """Mirror of `LogprobArgs` in logprobs.cpp: the arguments of `hr_op_token_logprobs`."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("own", ctypes.c_void_p),
+        ("num_top", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+    )

@@ -1,9 +1,8 @@
 #include "sampling/sampling.h"
 
-#include <algorithm>
 #include <cmath>
 
-#include "runtime/vector.h"
+#include "sampling/ranking.h"
 
 namespace headrace {
 namespace {
@@ -37,21 +36,6 @@ struct Best {
   int64_t token;
 };
 
-// The lanes where a > b, as bits.
-inline uint32_t lanes_above(Floats a, Floats b) {
-#if defined(HEADRACE_AVX512)
-  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GT_OQ);
-#elif defined(__AVX2__)
-  return static_cast<uint32_t>(
-      _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), _CMP_GT_OQ)));
-#else
-  const Ints above = a > b;
-  uint32_t lanes = 0;
-  for (int lane = 0; lane < kLanes; ++lane) lanes |= static_cast<uint32_t>(above[lane] & 1) << lane;
-  return lanes;
-#endif
-}
-
 constexpr float kNoChance = -37.0f;  // below the logarithm of 2^-53, which is the least value of 1 - u
 
 // 1 - u of the words of kLanes tokens, rounded down to 24 bits.
@@ -72,15 +56,15 @@ inline Floats less_than_one(Words first, Words second) {
   return __builtin_convertvector(bits, Floats) * 0x1p-24f;
 }
 
-struct Highest {
-  float logit;  // NaN if the part contains a NaN
-  int64_t token;
-};
-
 inline bool is_nan(float value) { return value != value; }
 
 inline void keep_higher(Best& best, Best other) {
   if (other.score > best.score || (other.score == best.score && other.token < best.token)) best = other;
+}
+
+// The exact score of the likeliest token, a good start of a draw.
+Best start_of_draw(const Tempered& values, uint64_t key, int64_t token) {
+  return {static_cast<double>(values.one(token)) + noise(key, token), token};
 }
 
 inline void keep_higher(Highest& best, Highest other) {
@@ -88,49 +72,28 @@ inline void keep_higher(Highest& best, Highest other) {
   if (is_nan(other.logit) || other.logit > best.logit) best = other;
 }
 
-// The highest logit of a part. Parts are merged in rising order of tokens, so that the first of equals is kept.
-Highest highest_of(const float* logits, Range part) {
-  Floats most = all_lanes(-__builtin_inff());
-  Ints strange = {};
-  int64_t i = part.begin;
-  for (; i + kLanes <= part.end; i += kLanes) {
-    const Floats value = load_floats(logits + i);
-    strange |= value != value;
-    most = larger(value, most);
-  }
-  float highest = largest_lane(most);
-  bool has_nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) has_nan |= strange[lane] != 0;
-  for (; i < part.end; ++i) {
-    has_nan |= is_nan(logits[i]);
-    if (logits[i] > highest) highest = logits[i];
-  }
-  for (i = part.begin; i < part.end; ++i)
-    if (has_nan ? is_nan(logits[i]) : logits[i] == highest) return {logits[i], i};
-  return {highest, part.begin};  // an empty part
-}
-
-// The best score in `part` of a row that is not truncated (softmax of logit / temperature). start: the exact score of
-// some token.
+// The best score in `part` of a row, of the tokens that rank up to `last`. start: the exact score of one of them.
 //
 // With u the token's uniform number, -log(-log u) > d requires u > exp(-e^-d) >= 1 - e^-d, that is 1 - u < e^-d. So the
 // two exact logarithms are needed only for tokens with 1 - u < e^(tempered - best so far), up to rounding.
-Best draw_from_all(const float* logits, float temperature, uint64_t key, Range part, Best start) {
+Best draw_ranked(const Tempered& values, uint64_t key, Range part, Candidate last, Best start) {
   Best best = start;
   float limit = static_cast<float>(best.score);
   int64_t token = part.begin;
   const auto consider = [&](int64_t candidate) {
-    const double tempered = static_cast<double>(logits[candidate] / temperature);
-    keep_higher(best, {tempered + noise(key, candidate), candidate});
+    const float value = values.one(candidate);
+    if (ranks_before(last, {value, static_cast<int32_t>(candidate)})) return;
+    keep_higher(best, {static_cast<double>(value) + noise(key, candidate), candidate});
     limit = static_cast<float>(best.score);
   };
   Words offsets;
   for (int lane = 0; lane < kWords; ++lane) offsets[lane] = static_cast<uint64_t>(lane + 1) * kGolden;
+  const float no_chance = std::max(last.value, limit + kNoChance);  // the limit only rises
   for (; token + kLanes <= part.end; token += kLanes) {
-    const Floats ahead = load_floats(logits + token) / temperature - limit;
-    if (!lanes_above(ahead, all_lanes(kNoChance))) continue;
+    const Floats value = values.lanes(token);
+    if (lanes_above(all_lanes(no_chance), value) == kAllLanes) continue;
     // The bound is raised by one part in a thousand, far more than all rounding here.
-    const Floats bound = exponential<true>(ahead) * 1.001f;
+    const Floats bound = exponential<true>(value - limit) * 1.001f;
     const uint64_t base = key + kGolden * static_cast<uint64_t>(token);
     const Floats rest = less_than_one(mix(offsets + base), mix(offsets + (base + kGolden * kWords)));
     for (uint32_t lanes = lanes_above(bound, rest); lanes; lanes &= lanes - 1) consider(token + __builtin_ctz(lanes));
@@ -139,104 +102,105 @@ Best draw_from_all(const float* logits, float temperature, uint64_t key, Range p
   return best;
 }
 
-struct Candidate {
-  float value;  // logit / temperature
-  int32_t token;
-};
-
-inline bool ranks_before(const Candidate& a, const Candidate& b) {
-  return a.value != b.value ? a.value > b.value : a.token < b.token;
-}
+constexpr Candidate kNoLast = {-__builtin_inff(), INT32_MAX};
 
 struct Truncation {
   int64_t top_k;
   double top_p, min_p;
 };
 
-// Writes all tokens with a value of at least `least` to `found`, in rising order of ids. Returns their number.
-int64_t gather(const float* logits, int64_t vocab_size, float temperature, float least, Candidate* found) {
-  int64_t count = 0, i = 0;
-  const auto keep = [&](int64_t token) {
-    const float value = logits[token] / temperature;
-    if (value >= least) found[count++] = {value, static_cast<int32_t>(token)};
+constexpr float kGaps[] = {1.0f, 2.0f, 3.0f, 4.0f, 6.0f, 8.0f, 12.0f, 16.0f};
+constexpr int kNumGaps = sizeof(kGaps) / sizeof(float);
+
+// The weights e^(value - first) of a row: of all tokens, and of those less than each of kGaps below the first.
+struct Masses {
+  double total, within[kNumGaps];
+};
+
+Masses masses_of(const Tempered& values, int64_t vocab_size, float first) {
+  Masses found = {total_weight(values, vocab_size, first), {}};
+  int64_t token = 0;
+  while (token + kLanes <= vocab_size) {
+    Floats runs[kNumGaps] = {};
+    for (int step = 0; step < 16 && token + kLanes <= vocab_size; ++step, token += kLanes) {
+      const Floats ahead = values.lanes(token) - first;
+      if (!lanes_above(ahead, all_lanes(-kGaps[kNumGaps - 1]))) continue;
+      const Floats weight = exponential<true>(ahead);
+#pragma GCC unroll 8
+      for (int gap = 0; gap < kNumGaps; ++gap) runs[gap] += choose(ahead > -kGaps[gap], weight, Floats{});
+    }
+    for (int gap = 0; gap < kNumGaps; ++gap) found.within[gap] += static_cast<double>(sum_of_lanes(runs[gap]));
+  }
+  return found;  // without the last few tokens, of which `within` is a lower bound
+}
+
+// Moves the fewest tokens that rank first and have this mass to the front of `found`. Returns their number.
+template <class Weight>
+int64_t first_of_mass(Candidate* found, int64_t count, double mass, Weight weight) {
+  int64_t begin = 0, end = count;  // the last token that is kept is in [begin, end), with `mass` from `begin` on
+  while (end - begin > 32) {
+    const int64_t middle = begin + (end - begin) / 2;
+    std::nth_element(found + begin, found + middle, found + end, ranks_before);
+    double half = 0.0;
+    for (int64_t i = begin; i < middle; ++i) half += weight(found[i]);
+    if (half >= mass) {
+      end = middle;
+    } else {
+      begin = middle;
+      mass -= half;
+    }
+  }
+  std::sort(found + begin, found + end, ranks_before);
+  for (; begin < end; ++begin) {
+    mass -= weight(found[begin]);
+    if (mass <= 0.0) return begin + 1;
+  }
+  return end;
+}
+
+// Moves the tokens that truncation keeps to the front of `found`, in no order, and returns their number.
+int64_t truncate(const Tempered& values, int64_t vocab_size, float first, const Truncation& rule, Candidate* found) {
+  const auto weight = [&](const Candidate& each) {
+    return std::exp(static_cast<double>(each.value) - static_cast<double>(first));
   };
-  for (; i + kLanes <= vocab_size; i += kLanes) {
-    const Floats value = load_floats(logits + i) / temperature;
-    if (largest_lane(value) >= least)
-      for (int lane = 0; lane < kLanes; ++lane) keep(i + lane);
-  }
-  for (; i < vocab_size; ++i) keep(i);
-  return count;
-}
-
-// The sum of e^(value - first) over the row.
-double total_weight(const float* logits, int64_t vocab_size, float temperature, float first) {
-  double total = 0.0;
-  int64_t i = 0;
-  for (; i + kLanes <= vocab_size;) {
-    // Short runs are summed in float and the runs in double, so that errors stay near 2^-24 of a run.
-    Floats run = {};
-    for (int step = 0; step < 16 && i + kLanes <= vocab_size; ++step, i += kLanes)
-      run += exponential<true>(load_floats(logits + i) / temperature - first);
-    total += static_cast<double>(sum_of_lanes(run));
-  }
-  for (; i < vocab_size; ++i) total += std::exp(static_cast<double>(logits[i] / temperature) - static_cast<double>(first));
-  return total;
-}
-
-// Sorts the tokens that truncation keeps to the front of `found`, and returns their number.
-int64_t truncate(const float* logits, int64_t vocab_size, float temperature, float first, const Truncation& rule,
-                 Candidate* found) {
+  int64_t count;
+  double whole = 0.0;
   const bool by_mass = rule.top_k <= 0 && rule.min_p <= 0.0;
-  const double total = by_mass ? total_weight(logits, vocab_size, temperature, first) : 0.0;
-  const int64_t most = rule.top_k > 0 ? std::min(rule.top_k, vocab_size) : vocab_size;
-  // The threshold is lowered until the tokens above it certainly include all that are kept.
-  const double widest = rule.min_p > 0.0 ? 0.01 - std::log(rule.min_p) : __builtin_inf();
-  int64_t count = 0;
-  for (double gap = 1.0;; gap = gap < 32.0 ? gap + 1.0 : gap * 2.0) {
-    const bool all = gap > 1e6;
-    const float least = all ? -__builtin_inff() : static_cast<float>(static_cast<double>(first) - std::min(gap, widest));
-    count = gather(logits, vocab_size, temperature, least, found);
-    if (all || count == vocab_size || gap >= widest || (rule.top_k > 0 && count >= most)) break;
-    if (!by_mass) continue;
-    double mass = 0.0;
-    for (int64_t i = 0; i < count; ++i) mass += std::exp(static_cast<double>(found[i].value) - first);
-    if (mass >= rule.top_p * total * (1.0 + 1e-6)) break;
+  if (rule.top_k > 0) {
+    count = first_ranked(values, vocab_size, std::min(rule.top_k, vocab_size), found);
+  } else if (!by_mass) {
+    count = gather(values, vocab_size, static_cast<float>(first + std::log(rule.min_p) - 0.01), found);
+  } else {
+    const Masses masses = masses_of(values, vocab_size, first);
+    whole = masses.total;
+    int gap = 0;
+    while (gap < kNumGaps && masses.within[gap] < rule.top_p * whole * (1.0 + 1e-5)) ++gap;
+    count = gather(values, vocab_size, gap < kNumGaps ? first - kGaps[gap] : -__builtin_inff(), found);
   }
-  int64_t limit = std::min(count, most);
-  if (limit < count) std::nth_element(found, found + limit, found + count, ranks_before);
-  std::sort(found, found + limit, ranks_before);
-  const auto weight = [&](int64_t i) { return std::exp(static_cast<double>(found[i].value) - static_cast<double>(first)); };
-  if (rule.min_p > 0.0) {
-    int64_t passing = 0;
-    while (passing < limit && weight(passing) >= rule.min_p) ++passing;
-    limit = passing;
-  }
-  if (rule.top_p >= 1.0) return limit;
-  double whole = total;
-  if (!by_mass) {
-    whole = 0.0;
-    for (int64_t i = 0; i < limit; ++i) whole += weight(i);
-  }
-  double mass = 0.0;
-  for (int64_t i = 0; i < limit; ++i) {
-    mass += weight(i);
-    if (mass >= rule.top_p * whole) return i + 1;
-  }
-  return limit;
+  if (rule.min_p > 0.0)
+    count = std::partition(found, found + count, [&](const Candidate& each) { return weight(each) >= rule.min_p; }) -
+            found;
+  if (rule.top_p >= 1.0) return count;
+  if (!by_mass)
+    for (int64_t i = 0; i < count; ++i) whole += weight(found[i]);
+  return first_of_mass(found, count, rule.top_p * whole, weight);
 }
 
-Best draw_truncated(const SampleArgs& args, int64_t row, float highest, Candidate* found) {
-  const float* logits = args.logits + row * args.stride;
-  const float temperature = args.temperature[row];
+// With at most this many, each one's noise is computed.
+constexpr int64_t kFewCandidates = 256;
+
+Best draw_truncated(const SampleArgs& args, int64_t row, Highest highest, Candidate* found) {
+  const Tempered values = {args.logits + row * args.stride, args.temperature[row]};
   const Truncation rule = {args.top_k[row], args.top_p[row], args.min_p[row]};
-  const int64_t kept = truncate(logits, args.vocab_size, temperature, highest / temperature, rule, found);
+  const int64_t kept = truncate(values, args.vocab_size, values.one(highest.token), rule, found);
   const uint64_t key = row_key(args.seeds[row], args.positions[row]);
-  Best best = {-__builtin_inf(), 0};
-  for (int64_t i = 0; i < kept; ++i) {
-    const double score = static_cast<double>(found[i].value) + noise(key, found[i].token);
-    if (score > best.score) best = {score, found[i].token};
+  if (kept > kFewCandidates) {
+    const auto [likeliest, last] = std::minmax_element(found, found + kept, ranks_before);
+    return draw_ranked(values, key, {0, args.vocab_size}, *last, start_of_draw(values, key, likeliest->token));
   }
+  Best best = {-__builtin_inf(), 0};
+  for (int64_t i = 0; i < kept; ++i)
+    keep_higher(best, {static_cast<double>(found[i].value) + noise(key, found[i].token), found[i].token});
   return best;
 }
 
@@ -248,16 +212,10 @@ inline bool draws(const SampleArgs& args, int64_t row, float highest) {
   return args.temperature[row] > 0.0f && std::isfinite(highest);
 }
 
-// The exact score of the likeliest token, a good start for draw_from_all.
-Best start_of_draw(const SampleArgs& args, int64_t row, Highest highest) {
-  const uint64_t key = row_key(args.seeds[row], args.positions[row]);
-  const double tempered = static_cast<double>(highest.logit / args.temperature[row]);
-  return {tempered + noise(key, highest.token), highest.token};
-}
-
 Best draw_part(const SampleArgs& args, int64_t row, Highest highest, Range part) {
-  return draw_from_all(args.logits + row * args.stride, args.temperature[row],
-                       row_key(args.seeds[row], args.positions[row]), part, start_of_draw(args, row, highest));
+  const Tempered values = {args.logits + row * args.stride, args.temperature[row]};
+  const uint64_t key = row_key(args.seeds[row], args.positions[row]);
+  return draw_ranked(values, key, part, kNoLast, start_of_draw(values, key, highest.token));
 }
 
 // The result of one part of a row, on a separate cache line.
@@ -295,7 +253,7 @@ void choose_alone(const SampleArgs& args, int64_t row, Candidate* found) {
   args.best[row] = highest.logit;
   int64_t token = highest.token;
   if (draws(args, row, highest.logit))
-    token = truncates(args, row) ? draw_truncated(args, row, highest.logit, found).token
+    token = truncates(args, row) ? draw_truncated(args, row, highest, found).token
                                  : draw_part(args, row, highest, {0, args.vocab_size}).token;
   args.token_ids[row] = static_cast<int32_t>(token);
 }
@@ -312,7 +270,7 @@ void choose_together(const SampleArgs& args, const Step& step, int64_t row, int 
   const bool drawn = draws(args, row, highest.logit);
   Best best = {0.0, highest.token};
   if (drawn && truncates(args, row)) {
-    if (thread == 0) best = draw_truncated(args, row, highest.logit, candidates_of(args, 0, num_threads));
+    if (thread == 0) best = draw_truncated(args, row, highest, candidates_of(args, 0, num_threads));
   } else if (drawn) {
     parts[thread].best = draw_part(args, row, highest, mine);
     step.team->barrier();
@@ -344,6 +302,28 @@ void choose_kept(const SampleArgs& args, int64_t row, int num_threads) {
 }
 
 }  // namespace
+
+// Parts are merged in rising order of tokens, so that the first of equals is kept.
+Highest highest_of(const float* logits, Range part) {
+  Floats most = all_lanes(-__builtin_inff());
+  Ints strange = {};
+  int64_t i = part.begin;
+  for (; i + kLanes <= part.end; i += kLanes) {
+    const Floats value = load_floats(logits + i);
+    strange |= value != value;
+    most = larger(value, most);
+  }
+  float highest = largest_lane(most);
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) has_nan |= strange[lane] != 0;
+  for (; i < part.end; ++i) {
+    has_nan |= is_nan(logits[i]);
+    if (logits[i] > highest) highest = logits[i];
+  }
+  for (i = part.begin; i < part.end; ++i)
+    if (has_nan ? is_nan(logits[i]) : logits[i] == highest) return {logits[i], i};
+  return {highest, part.begin};  // an empty part
+}
 
 void sample(const void* raw, const Step& step, int thread, int num_threads) {
   const SampleArgs& args = *static_cast<const SampleArgs*>(raw);

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits on the CPU kernels, in a program or as a separate op."""
+"""Sampling of tokens from logits on the CPU kernels, in a program or as a separate op, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from headrace.kernels.cpu.linear.linear import ROWS_FIXED, Runtime, runtime
 from headrace.kernels.cpu.ops import why_no_op
 from headrace.kernels.cpu.runtime.pointers import pointer
-from headrace.kernels.cpu.sampling.args import SampleArgs
-from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws
+from headrace.kernels.cpu.sampling.args import LogprobArgs, SampleArgs
+from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, TokenLogprobs
 from headrace.kernels.registry import Version
 
 
@@ -93,6 +93,34 @@ def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
     return DeviceChosen(torch.from_numpy(buffers.token_ids), torch.from_numpy(buffers.best))
 
 
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+    """As `reference.sampling.token_logprobs`; a row's results do not depend on the others. No logit is NaN."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    (num_rows, vocab_size), used = logits.shape, runtime()
+    out = TokenLogprobs(
+        torch.empty((num_rows, 1 + num_top), dtype=torch.int32),
+        torch.empty((num_rows, 1 + num_top), dtype=torch.float32),
+        torch.empty(num_rows, dtype=torch.int32),
+    )
+    own = token_ids.long().contiguous()
+    candidates = torch.empty(used.pool.num_threads * vocab_size, dtype=torch.int64)  # a float and a token id each
+    args = LogprobArgs(
+        logits=pointer(logits),
+        stride=logits.stride(0),
+        vocab_size=vocab_size,
+        num_rows=num_rows,
+        own=pointer(own),
+        num_top=num_top,
+        token_ids=pointer(out.token_ids),
+        logprobs=pointer(out.logprobs),
+        ranks=pointer(out.ranks),
+        workspace=pointer(candidates),
+    )
+    used.pool.run_op("hr_op_token_logprobs", args)
+    return out
+
+
 def _why_not(
     device: torch.device | None = None, dtype: torch.dtype | None = None, captured: bool = False, **_: Any
 ) -> str:
@@ -103,4 +131,7 @@ def _why_not(
     return why_no_op(device, dtype)
 
 
-VERSIONS = (Version("choose_tokens", "cpu_native", choose_tokens, _why_not),)
+VERSIONS = (
+    Version("choose_tokens", "cpu_native", choose_tokens, _why_not),
+    Version("token_logprobs", "cpu_native", token_logprobs, _why_not),
+)

@@ -1,0 +1,58 @@
+#include <cmath>
+
+#include "sampling/ranking.h"
+
+namespace headrace {
+namespace {
+
+// The arguments of `hr_op_token_logprobs`.
+struct LogprobArgs {
+  const float* logits;  // [num_rows, stride], without NaN
+  int64_t stride;
+  int64_t vocab_size;
+  int64_t num_rows;
+  const int64_t* own;  // [num_rows] a token of each row
+  int64_t num_top;
+  int32_t* token_ids;     // [num_rows, 1 + num_top] the row's own, and the num_top likeliest
+  float* logprobs;        // [num_rows, 1 + num_top]
+  int32_t* ranks;         // [num_rows] of the own one, from 1
+  Candidate* workspace;   // [num_threads, vocab_size]
+};
+
+int64_t count_above(const float* logits, int64_t vocab_size, float value) {
+  int64_t count = 0, token = 0;
+  for (; token + kLanes <= vocab_size; token += kLanes)
+    count += __builtin_popcount(lanes_above(load_floats(logits + token), all_lanes(value)));
+  for (; token < vocab_size; ++token) count += logits[token] > value;
+  return count;
+}
+
+void report(const LogprobArgs& args, int64_t row, Candidate* found) {
+  const Plain values = {args.logits + row * args.stride};
+  const float highest = highest_of(values.logits, {0, args.vocab_size}).logit;
+  const double log_total = std::log(total_weight(values, args.vocab_size, highest));
+  const float log_sum = static_cast<float>(static_cast<double>(highest) + log_total);
+  const int64_t own = args.own[row], begin = row * (1 + args.num_top);
+  const float own_value = values.one(own);
+  args.token_ids[begin] = static_cast<int32_t>(own);
+  args.logprobs[begin] = own_value - log_sum;
+  args.ranks[row] = static_cast<int32_t>(1 + count_above(values.logits, args.vocab_size, own_value));
+  if (!args.num_top) return;
+  const int64_t count = first_ranked(values, args.vocab_size, args.num_top, found);
+  std::sort(found, found + count, ranks_before);
+  for (int64_t i = 0; i < count; ++i) {
+    args.token_ids[begin + 1 + i] = found[i].token;
+    args.logprobs[begin + 1 + i] = found[i].value - log_sum;
+  }
+}
+
+}  // namespace
+}  // namespace headrace
+
+using namespace headrace;
+
+HR_EXPORT void hr_op_token_logprobs(const void* raw, const Step&, int thread, int num_threads) {
+  const LogprobArgs& args = *static_cast<const LogprobArgs*>(raw);
+  const Range mine = split(args.num_rows, thread, num_threads);
+  for (int64_t row = mine.begin; row < mine.end; ++row) report(args, row, args.workspace + thread * args.vocab_size);
+}
