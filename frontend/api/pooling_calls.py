@@ -10,9 +10,9 @@ from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_request
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.pair_prompts import (
-    compare_with,
     late_prompts,
     paired,
+    query_vectors,
     scoring_task,
     similarity,
     tokenize_pairs,
@@ -180,7 +180,7 @@ class PoolingCalls:
         of_query = {query: each.outputs for query, each in zip(queries, embedded, strict=True)}
         prompts = late_prompts([document for _, document in pairs], params, client, how, DOCUMENT)
         for prompt, (query, _) in zip(prompts, pairs, strict=True):
-            compare_with(prompt, of_query[query])
+            prompt.pool = {**prompt.pool, "compared_with": query_vectors(of_query[query])}
         self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

@@ -71,11 +71,13 @@ def check(
     facts: ModelFacts,
     priority: Any = 0,
     tasks: dict[int, Pool] | None = None,
+    min_room: int = 1,
 ) -> CheckedRequest:
     """The request, whose prompt is tokenised; truncates the prompt if the parameters ask for it.
 
-    tasks: of a list of requests, those of parameters that were checked already, by their id(). Raises
-    InvalidRequestError for one that can never be served.
+    tasks: of a list of requests, those of parameters that were checked already, by their id(). min_room: how many
+    tokens max_model_len must leave room for behind a prompt that generates. Raises InvalidRequestError for a request
+    that can never be served.
     """
     welcome = facts.welcome
     if not isinstance(name, str):
@@ -97,7 +99,7 @@ def check(
     if prompt.inputs and params.prompt_logprobs is not None:
         raise InvalidRequestError("SamplingParams.prompt_logprobs is not compatible with prompt embeds.")
     check_token_ids(prompt, welcome)
-    room = check_length(prompt, welcome)
+    room = _check_length(prompt, welcome, min_room)
     check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
     if params.stop and welcome.tokenizer is None:
         raise InvalidRequestError(
@@ -133,19 +135,19 @@ class TooLongError(InvalidRequestError):
     num_prompt = limit = 0
 
 
-def check_length(prompt: Prompt, welcome: Welcome, answer: int = 1) -> int:
+def _check_length(prompt: Prompt, welcome: Welcome, min_room: int) -> int:
     """How many tokens max_model_len leaves room for behind the prompt. Raises TooLongError if those are fewer than
-    `answer`."""
+    min_room."""
     num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
-    if num_prompt + answer <= limit:
+    if num_prompt + min_room <= limit:
         return limit - num_prompt
     error = TooLongError(
         # vLLM's sentences, which programs look for.
-        f"The decoder prompt (length {num_prompt}) plus the number of requested output tokens (at least {answer}) is "
+        f"The decoder prompt (length {num_prompt}) plus the number of requested output tokens (at least {min_room}) is "
         f"longer than the maximum model length of {limit}. Make sure that `max_model_len` is no smaller than the "
         f"number of text tokens (prompt + requested output tokens). The model's maximum context length is {limit} "
-        f"tokens. Please reduce the length of the prompt to {limit - answer} tokens or fewer"
-        if answer
+        f"tokens. Please reduce the length of the prompt to {limit - min_room} tokens or fewer"
+        if min_room
         else f"the prompt has {num_prompt} tokens, and max_model_len is {limit} (the model's maximum context length is "
         f"{limit} tokens). Please reduce the length of the prompt, or let truncate_prompt_tokens=-1 truncate it"
     )
@@ -169,7 +171,7 @@ def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome, task
         if welcome.pooling is None:
             raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
         task = tasks[id(params)] = params.to_wire(welcome.pooling, welcome.served_model_names[0])
-    check_length(prompt, welcome, answer=0)
+    _check_length(prompt, welcome, 0)
     check_token_ids(prompt, welcome)
     return msgspec.structs.replace(task, **prompt.pool) if prompt.pool else task
 

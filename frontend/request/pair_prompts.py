@@ -119,11 +119,10 @@ def late_prompts(
     return prompts
 
 
-def compare_with(prompt: Prompt, query: PoolingOutput) -> None:
-    """Lets the prompt's result be the score of its tokens' vectors for those of a query."""
+def query_vectors(query: PoolingOutput) -> Tensor:
+    """The vectors of a query's tokens: with them as the task's `compared_with`, a document's result is its score."""
     assert query.width is not None, "it has a vector for each token"
-    shape = (len(query.values) // query.width, query.width)
-    prompt.pool = {**prompt.pool, "compared_with": Tensor("float32", shape, query.values.cast("B"))}
+    return Tensor("float32", (len(query.values) // query.width, query.width), query.values.cast("B"))
 
 
 def similarity(pooling: Pooling, first: Sequence[float], second: Sequence[float]) -> float:

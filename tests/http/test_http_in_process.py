@@ -26,6 +26,8 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.connection import Connection
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.exchange import INLINE_BYTES
+from headrace.frontend.request import checks
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -123,6 +125,35 @@ def test_a_large_body_is_decoded_and_tokenised_off_the_event_loop_on_every_route
     assert set(threads) >= kinds
     for kind, names in threads.items():
         assert all(name.startswith("large-body") for name in names), (kind, names)
+
+
+CHECKED: list[tuple[str, dict[str, Any], int]] = [
+    (COMPLETIONS, {"prompt": "hi", **ONE}, 1),
+    (COMPLETIONS, {"prompt": ["hi", "ho"], "n": 2, **ONE}, 2),
+    (CHAT, {"messages": HI, **ONE}, 1),
+    (f"{CHAT}/batch", {"messages": [HI, HI], **ONE}, 2),
+    ("/v1/messages", {"messages": HI, **ONE}, 1),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 1}, 1),
+    ("/api/chat", {"messages": HI, **OLLAMA}, 1),
+    ("/api/generate", {"prompt": "hi", **OLLAMA}, 1),
+    (EMBEDDINGS, {"input": ["hi", "ho"]}, 2),
+]
+"""Requests, and how many prompts each has."""
+
+
+@pytest.mark.parametrize(("path", "body", "num_prompts"), CHECKED, ids=[f"{each[0]} {each[2]}" for each in CHECKED])
+def test_each_prompt_is_checked_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], num_prompts: int
+) -> None:
+    lengths, check_length = list[int](), checks._check_length
+
+    def counted(prompt: Prompt, *others: Any) -> int:
+        lengths.append(len(prompt.token_ids or ()))
+        return check_length(prompt, *others)
+
+    monkeypatch.setattr(checks, "_check_length", counted)
+    ask(client, path, **body)
+    assert len(lengths) == num_prompts
 
 
 def test_long_lines_of_a_batch_are_prepared_off_the_event_loop(

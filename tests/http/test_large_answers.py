@@ -79,7 +79,7 @@ def test_a_large_answer_is_written_in_another_thread(num_tokens: int, params: di
     stream.sequences[0].token_ids += [7] * num_tokens
     if "prompt_logprobs" in params:
         stream.add_prompt_logprobs(rows(199))
-    prepared = PreparedRequest(None, "r", [], [], NotesThread())
+    prepared = PreparedRequest(None, "r", [], NotesThread())
     prepared.streams = [stream]
     with ThreadPoolExecutor(1, thread_name_prefix="pool") as threads:
         generator = Generator(KeepAlive(1.0), 0.0, None, None, threads)
@@ -101,7 +101,7 @@ def test_what_a_large_answer_told_is_dropped_where_it_was_written() -> None:
             assert len(sequence.told_logprobs) == 2000
             return super().whole()
 
-    prepared = PreparedRequest(None, "r", [], [], Reads())
+    prepared = PreparedRequest(None, "r", [], Reads())
     prepared.streams = [stream]
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(Generator(KeepAlive(1.0), 0.0, None, None, threads)._whole(prepared))
@@ -174,7 +174,7 @@ def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() 
 
 def test_a_request_that_has_ended_waits_for_no_garbage_collection() -> None:
     async def run() -> weakref.ref[RequestStream]:
-        running = PreparedRequest(None, "r", [], [], Answer())
+        running = PreparedRequest(None, "r", [], Answer())
         stream = stream_of(3)
         stream.listener = running
         running.streams.append(stream)

@@ -22,16 +22,13 @@ from headrace.frontend.client.request_stream import RequestListener, RequestStre
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.server.errors import SPELLINGS, ApiError, as_api_error, respelt
+from headrace.frontend.http.server.errors import SPELLINGS, ApiError, respelt
 from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.server.exchange import JSON, Exchange, Headers, send_pieces
 from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.request_log import note
 from headrace.frontend.http.server.selection import OutputSelection, likeliest, search
-from headrace.frontend.request.checks import CheckedRequest, check
-from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import ModelFacts, Prompt
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.tracing.tracer import with_trace
 from headrace.ipc.failure import (
     EngineDeadError,
@@ -93,34 +90,29 @@ class Answer:
 
 
 class PreparedRequest(RequestListener):
-    """A request that was decoded, checked and tokenised, ready to run: what its prompts are, and what writes the
-    response. A `Generator` runs it; an error of one prompt ends it."""
+    """A request that was decoded, tokenised and checked, ready to run: what the engine is asked for, and what writes
+    the response. A `Generator` runs it; an error of one of its requests at the engine ends it."""
 
     def __init__(
         self,
         engine: Engine,
         id: str,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | PoolingParams],
+        requests: Sequence[CheckedRequest],
         answer: Answer,
         *,
         streams: bool = False,
-        priority: int = 0,
         affinity: Affinity = ANYWHERE,
+        form_field: str = "structured_outputs",
+        selection: OutputSelection | None = None,
     ) -> None:
-        """id: of the request at the engine; several prompts have it with their number. params: one for each prompt.
-        streams: the answer is sent as events."""
-        self.engine, self.id, self.prompts, self.params, self.answer = engine, id, prompts, params, answer
-        self.is_streamed, self.priority, self.affinity = streams, priority, affinity
-        self.form_field = "structured_outputs"
-        """The field in which the request asks for structured output: error messages name it."""
-        self.then: Callable[[Sequence[RequestStream]], Sequence[Prompt]] | None = None
-        """Makes of the results of `prompts` the prompts that run after them and are answered, with the same parameters:
-        called once. Raises ApiError."""
-        self.selection: OutputSelection | None = None
-        """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
-        self.checked: list[CheckedRequest] = []
-        """The prompts' requests, where they were checked with the prompts; else `submit` checks them."""
+        """id: of the HTTP request. requests: one for each prompt. streams: the answer is sent as events. form_field:
+        the body's field that asks for structured output, which error messages name. selection: how outputs are chosen
+        among the computed ones (best_of, beams); None: all are returned."""
+        self.engine, self.id, self.requests, self.answer = engine, id, requests, answer
+        self.is_streamed, self.affinity = streams, affinity
+        self.form_field, self.selection = form_field, selection
+        self.then: Callable[[Sequence[RequestStream]], Sequence[CheckedRequest]] | None = None
+        """Makes of the results of `requests` those that run after them and are answered: called once."""
         # While it runs:
         self.streams: list[RequestStream] = []
         self.error: HeadraceError | None = None
@@ -130,11 +122,11 @@ class PreparedRequest(RequestListener):
         self.ended: asyncio.Future[None]
         self._num_running = 0
         self._pool: EnginePool | None = None
-        self._next: Callable[[Sequence[RequestStream]], Sequence[Prompt]] | None = None
+        self._next: Callable[[Sequence[RequestStream]], Sequence[CheckedRequest]] | None = None
         self._search: asyncio.Task[list[RequestStream]] | None = None
 
     async def submit(self, pool: EnginePool, pages: Pages) -> None:
-        """Submits the prompts in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
+        """Submits the requests in turns with other work. Raises EngineDeadError, QueueFullError."""
         loop = asyncio.get_running_loop()
         self.error, self.streams = None, []
         self._next = self.then
@@ -146,30 +138,18 @@ class PreparedRequest(RequestListener):
             self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))
             return
-        pace, count, requests = Pace(), len(self.prompts), list(self.checked)
-        for index in range(len(requests), count):
-            try:
-                requests.append(self.check(index, client))
-            except InvalidRequestError as error:
-                raise as_api_error(error, index, count) from error
-            if count > 1:
-                await pace.step()
+        pace, count = Pace(), len(self.requests)
         self._num_running = count
         self._pool = pool
-        for request in requests:
+        for request in self.requests:
             self._submit(request, pool)
             if count > 1:
                 await pace.step()
         if count == len(pool) and (table := self.streams[-1].table) is not None:
             table.flush()  # no other request runs, so that they wait for none of this turn
 
-    def check(self, index: int, facts: ModelFacts) -> CheckedRequest:
-        """The request of one of the prompts. Raises InvalidRequestError."""
-        name = self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
-        return check(name, self.prompts[index], self.params[index], facts, self.priority)
-
     def abort(self) -> None:
-        """Aborts the prompts that still run; the engine frees their blocks at once."""
+        """Aborts the requests that still run; the engine frees their blocks at once."""
         if self.events is not None:
             self.events.close()
             self.events = None
@@ -204,18 +184,12 @@ class PreparedRequest(RequestListener):
             self.ended.set_result(None)
 
     def _go_on(self, pool: EnginePool) -> None:
-        """Submits what comes after the prompts that have ended, if anything does."""
-        if self._next is None or self.engine.client is None:
+        """Submits what comes after the requests that have ended, if anything does."""
+        if self._next is None:
             return
-        (params, *_), make, self._next = self.params, self._next, None
-        prompts, count = make(self.streams), len(self.streams)
-        self.streams = []
-        checked = [
-            check(f"{self.id}-{count + index}", prompt, params, self.engine.client, self.priority)
-            for index, prompt in enumerate(prompts)
-        ]
-        self._num_running = len(checked)
-        for request in checked:
+        following, self._next, self.streams = self._next(self.streams), None, []
+        self._num_running = len(following)
+        for request in following:
             self._submit(request, pool)
 
     def _submit(self, request: CheckedRequest, pool: EnginePool) -> None:

@@ -29,7 +29,6 @@ from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.checks import CheckedRequest, ModelFacts
 from headrace.frontend.request.outputs import LogprobsOfPosition
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import LogprobRows
 
@@ -66,7 +65,7 @@ class EngineOfSearch:
 
     def __init__(self, request: PreparedRequest, pool: EnginePool, facts: ModelFacts) -> None:
         self.welcome, self.tokenizer = facts.welcome, facts.tokenizer
-        self._pool, self._model, self._priority = pool, request.engine.names[0], request.priority
+        self._pool, self._model, self._priority = pool, request.engine.names[0], request.requests[0].priority
         self._name = f"{request.id}-{uuid.uuid4().hex}"
         self._affinity = request.affinity if request.affinity != ANYWHERE else Affinity(session=self._name)
 
@@ -82,14 +81,13 @@ async def search(
 ) -> list[RequestStream]:
     """The best sequences for each prompt, as streams that have ended. Raises HeadraceError if a request fails."""
     assert request.selection is not None, "it asks for the search"
-    found = await beam_search(EngineOfSearch(request, pool, facts), list(request.prompts), beams, itertools.count())
-    params = request.params[0]
-    assert isinstance(params, SamplingParams), "a search generates"
-    params = params.clone()  # with one output for each of the beams that are returned
+    prompts = [each.prompt for each in request.requests]
+    found = await beam_search(EngineOfSearch(request, pool, facts), prompts, beams, itertools.count())
+    params = request.requests[0].params.clone()  # with one output for each of the beams that are returned
     params.n = request.selection.num_outputs
     return [
         _ended(CheckedRequest(request.id, prompt, params), each, beams, facts.tokenizer)
-        for prompt, each in zip(request.prompts, found, strict=True)
+        for prompt, each in zip(prompts, found, strict=True)
     ]
 
 

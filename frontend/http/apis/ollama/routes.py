@@ -58,8 +58,6 @@ from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSp
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.message import call_id
 from headrace.frontend.request.outputs import CompletionOutput
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.parameters.token_rules import check_num_logprobs
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
 from headrace.frontend.text.formats.events import AnswerPart
@@ -351,10 +349,6 @@ def _prepare(
         with renamed(OWN_NAMES_OF_COMPLETION):
             # OpenAI's default is 16 tokens; Ollama has no limit.
             prepared = prepare_completion(asked, engine, id, parts, exchange.tenant, default_max_tokens=None)
-            assert engine.client is not None
-            (params,) = prepared.params
-            assert isinstance(params, SamplingParams), "a completion generates"
-            check_num_logprobs(params, engine.client.welcome.vocab_size, engine.client.welcome.max_logprobs)
         prepared.answer = make_answer(AnswerContext(asked, id, engine, state.options))
     if prepared.form_field == "response_format":
         prepared.form_field = "format"

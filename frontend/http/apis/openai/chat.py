@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -44,8 +45,8 @@ from headrace.frontend.http.apis.openai.choices import check_selection, selectio
 from headrace.frontend.http.apis.openai.prompts import (
     ChatPrompts,
     cache_salt,
-    check_length,
     check_outputs,
+    check_prompt,
     count_text,
     most_prompt_tokens,
     sampling_params,
@@ -71,8 +72,7 @@ from headrace.frontend.request.parameters.structured_outputs import (
     from_body,
     schema_of_answer,
 )
-from headrace.frontend.request.parameters.token_rules import check_num_logprobs
-from headrace.frontend.request.prompts import Prompt, truncate
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import NO_TOOLS, ONLY_TEXT, OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import ReasoningFormat
@@ -188,7 +188,10 @@ def prepare_chat(
     prompt = Prompt(text=rendered.text, cache_salt=salt, reasoning=form.reasoning)
     prompt.adapters = adapters_of(engine, request.model, request.lora)
     prompt.reasoning_has_form = form.is_grammar and bool(choice.forced)
-    params, asked = _params_of(request, form, prompt, options, welcome)
+    # max_tokens is the retired name, which clients may send beside the new one.
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    with _own_spellings(request):
+        params = _params_of(request, asked, form, prompt, options, welcome)
     check_outputs(1, params.n, params)
     # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
     form_field = "structured_outputs"
@@ -198,23 +201,30 @@ def prepare_chat(
     if request.use_beam_search:
         selection = selection_of(request, params, welcome, "tool_choice" if choice.forced else form_field)
     _tokenize(prompt, request, embeds, client.tokenizer, welcome)
-    if params.truncate_prompt_tokens is not None:
-        truncate(prompt, params, welcome)
     if not prompt.token_ids:
         raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
-    check_length(prompt, asked, welcome, "messages")
-    prepared = PreparedRequest(
+    with _own_spellings(request):
+        checked = check_prompt(id, prompt, params, client, "messages", priority=request.priority, max_tokens=asked)
+    return PreparedRequest(
         engine,
         id,
-        [prompt],
-        [params],
+        [checked],
         (make_answer or ChatAnswer)(AnswerContext(request, id, engine, options, form.make_reader, choice.is_named)),
         streams=bool(request.stream),
-        priority=request.priority or 0,
         affinity=affinity_of(request),
+        form_field=form_field,
+        selection=selection,
     )
-    prepared.form_field, prepared.selection = form_field, selection
-    return prepared
+
+
+@contextlib.contextmanager
+def _own_spellings(request: ChatCompletionRequest) -> Iterator[None]:
+    """Errors that are raised inside name SamplingParams' fields as the body does."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        spellings = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        raise respelt(error, {**spellings, **_SPELLINGS}) from error
 
 
 class _Form(NamedTuple):
@@ -264,33 +274,28 @@ def _form_of(
 
 
 def _params_of(
-    request: ChatCompletionRequest, form: _Form, prompt: Prompt, options: ServeOptions, welcome: Welcome
-) -> tuple[SamplingParams, int | None]:
-    """The request's SamplingParams, and the number of tokens that it asks for. Raises ApiError and
-    InvalidRequestError."""
-    # max_tokens is the retired name, which clients may send beside the new one.
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    request: ChatCompletionRequest,
+    asked: int | None,
+    form: _Form,
+    prompt: Prompt,
+    options: ServeOptions,
+    welcome: Welcome,
+) -> SamplingParams:
+    """asked: the number of tokens that the request asks for. Raises ApiError and InvalidRequestError."""
     chosen: dict[str, Any] = {"n": 1} if request.use_beam_search else {}
     if form.make_reader is not None:
         # Markers may be special tokens; the parser drops all other special tokens.
         chosen["skip_special_tokens"] = False
-    try:
-        params = sampling_params(
-            request,
-            welcome,
-            options,
-            max_tokens=asked,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            structured_outputs=form.structured_outputs,
-            thinking_token_budget=thinking_budget(request, prompt, welcome),
-            **chosen,
-        )
-        if params.logprobs is not None or params.prompt_logprobs is not None:
-            check_num_logprobs(params, welcome.vocab_size, welcome.max_logprobs)
-    except InvalidRequestError as error:
-        spellings = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        raise respelt(error, {**spellings, **_SPELLINGS}) from error
-    return params, asked
+    return sampling_params(
+        request,
+        welcome,
+        options,
+        max_tokens=asked,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structured_outputs=form.structured_outputs,
+        thinking_token_budget=thinking_budget(request, prompt, welcome),
+        **chosen,
+    )
 
 
 def _tokenize(

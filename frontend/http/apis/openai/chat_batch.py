@@ -16,7 +16,6 @@ from headrace.frontend.http.apis.openai.prompts import check_outputs
 from headrace.frontend.http.apis.openai.requests import ChatBatchRequest, ChatCompletionRequest
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 
 def prepare_chat_batch(
@@ -36,22 +35,17 @@ def prepare_chat_batch(
                 error.body.param = f"messages[{index}]"
             raise
         if index == 0:
-            (params,) = prepared.params
-            assert isinstance(params, SamplingParams), "a chat generates"
-            check_outputs(len(request.messages), params.n, params)
+            (one_checked,) = prepared.requests
+            check_outputs(len(request.messages), one_checked.params.n, one_checked.params)
         each_prepared.append(prepared)
-    first = each_prepared[0]
-    together = PreparedRequest(
+    return PreparedRequest(
         engine,
         id,
-        [prompt for each in each_prepared for prompt in each.prompts],
-        [params for each in each_prepared for params in each.params],
+        [request for each in each_prepared for request in each.requests],
         ChatBatchAnswer(id, [each.answer for each in each_prepared]),
-        priority=first.priority,
-        affinity=first.affinity,
+        affinity=each_prepared[0].affinity,
+        form_field=each_prepared[-1].form_field,
     )
-    together.form_field = each_prepared[-1].form_field
-    return together
 
 
 def _check(request: ChatBatchRequest, most: int) -> None:

@@ -40,8 +40,8 @@ from headrace.frontend.http.apis.openai.choices import (
 )
 from headrace.frontend.http.apis.openai.prompts import (
     cache_salt,
-    check_length,
     check_outputs,
+    check_prompt,
     most_prompt_tokens,
     sampling_params,
     thinking_budget,
@@ -50,8 +50,9 @@ from headrace.frontend.http.apis.openai.prompts import (
 from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
-from headrace.frontend.http.server.errors import bad_field
+from headrace.frontend.http.server.errors import as_api_error, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.embeds import decoded, placed
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition
 from headrace.frontend.request.parameters.structured_outputs import field_of_body, from_body
@@ -113,24 +114,29 @@ def prepare_completion(
     form_field = field_of_body(request)
     selection = selection_of(request, params, welcome, form_field)
     check_outputs(len(prompts), num_outputs if request.use_beam_search else width, params)
-    for prompt in prompts:
+    requests = list[CheckedRequest]()
+    for index, prompt in enumerate(prompts):
+        name = id if len(prompts) == 1 else f"{id}-{index}"
         if truncate(prompt, params, welcome):
             prompt.text = None
-        check_length(prompt, asked, welcome, "prompt")
+        try:
+            requests.append(
+                check_prompt(name, prompt, params, client, "prompt", priority=request.priority, max_tokens=asked)
+            )
+        except InvalidRequestError as error:
+            raise as_api_error(error, index, len(prompts)) from error
         if request.echo and prompt.text is None and client.tokenizer is not None:
             prompt.text = client.tokenizer.decode(prompt.token_ids or [])
-    prepared = PreparedRequest(
+    return PreparedRequest(
         engine,
         id,
-        prompts,
-        [params] * len(prompts),
+        requests,
         CompletionAnswer(AnswerContext(request, id, engine, options), num_outputs, only_prompt=only_prompt),
         streams=bool(request.stream),
-        priority=request.priority or 0,
         affinity=affinity_of(request),
+        form_field=form_field,
+        selection=selection,
     )
-    prepared.form_field, prepared.selection = form_field, selection
-    return prepared
 
 
 def _embedded(request: CompletionRequest, welcome: Welcome) -> list[Prompt]:

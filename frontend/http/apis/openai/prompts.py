@@ -17,11 +17,12 @@ from headrace.frontend.http.apis.openai.requests import ChatMessage, GenerationR
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
 from headrace.frontend.http.server.tool_results import readable
-from headrace.frontend.request import checks
+from headrace.frontend.request.checks import CheckedRequest, TooLongError, check
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import reads_reasoning
 from headrace.frontend.request.parameters.token_rules import openai_bias
-from headrace.frontend.request.prompts import Prompt, packed
+from headrace.frontend.request.prompts import ModelFacts, Prompt, packed
 from headrace.frontend.text.chat_template import (
     ContentFormat,
     Message,
@@ -205,21 +206,34 @@ def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
     return welcome.max_model_len * (1 if getattr(request, "truncate_prompt_tokens", None) is None else MOST_TRUNCATED)
 
 
-def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
-    """Raises ApiError, in OpenAI's wording, which clients look for. max_tokens: as requested, None if it was not; they
-    must fit whole, as OpenAI has it."""
+def check_prompt(
+    name: str,
+    prompt: Prompt,
+    params: SamplingParams | PoolingParams,
+    facts: ModelFacts,
+    field: str,
+    *,
+    priority: int | None = None,
+    max_tokens: int | None = None,
+) -> CheckedRequest:
+    """What the engine is asked for, under this name, of a tokenised prompt of the body's `field`. max_tokens: as the
+    body has them; they must fit whole, as OpenAI has it. Raises ContextLengthError, InvalidRequestError."""
     try:
-        checks.check_length(prompt, welcome, max_tokens or 1)
-    except checks.TooLongError as error:
+        return check(name, prompt, params, facts, priority or 0, min_room=max_tokens or 1)
+    except TooLongError as error:
         num_prompt, limit = error.num_prompt, error.limit
         num_new = max_tokens or 0 if num_prompt < limit else 0
-        parts = f"({num_prompt} in the {param}, {num_new} in the completion)"
-        what = (
-            f"you requested {num_prompt + num_new} tokens {parts}"
-            if num_new
-            else f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion"
-        )
-        raise ContextLengthError(what, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new) from error
+        what, remedy = f"your {field} resulted in {num_prompt} tokens", ""
+        if isinstance(params, PoolingParams):
+            remedy = ", or give truncate_prompt_tokens: -1"
+        elif num_new:
+            parts = f"({num_prompt} in the {field}, {num_new} in the completion)"
+            what = f"you requested {num_prompt + num_new} tokens {parts}"
+        else:
+            what += ", and at least one is needed for the completion"
+        raise ContextLengthError(
+            what, param=field, num_prompt=num_prompt, limit=limit, num_new=num_new, remedy=remedy
+        ) from error
 
 
 def check_outputs(num_prompts: int, n: int, params: SamplingParams) -> None:

@@ -10,16 +10,16 @@ from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, check_unicode, tokenize_texts
+from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, check_prompt, check_unicode, tokenize_texts
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
-from headrace.frontend.http.server.errors import ApiError, ContextLengthError, bad_field
+from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import JSON, Headers
 from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.request.checks import CheckedRequest, TooLongError
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
-from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization, packed
+from headrace.frontend.request.prompts import Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pooling, Welcome
@@ -243,29 +243,22 @@ def ready(
     answer: Answer,
 ) -> PreparedRequest:
     """names: the prompts' fields, for errors. Raises ApiError."""
+    return PreparedRequest(engine, caller.id, checked(engine, prompts, names, params, caller), answer)
+
+
+def checked(
+    engine: Engine, prompts: Sequence[Prompt], names: Sequence[str], params: PoolingParams, caller: Caller
+) -> list[CheckedRequest]:
+    """What the engine is asked for, of tokenised prompts. names: the prompts' fields, for errors. Raises ApiError."""
     assert engine.client is not None
     if params.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
-    adapters = adapters_of(engine, caller.model)
-    several = [params] * len(prompts)
-    prepared = PreparedRequest(engine, caller.id, prompts, several, answer, priority=caller.priority or 0)
+    adapters, requests = adapters_of(engine, caller.model), list[CheckedRequest]()
     for index, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
         prompt.cache_salt, prompt.adapters = caller.salt, adapters
-        prepared.checked.append(_checked(prepared, index, engine.client, param))
-    return prepared
-
-
-def _checked(prepared: PreparedRequest, index: int, facts: ModelFacts, param: str) -> CheckedRequest:
-    """Raises ApiError for a tokenised prompt that the engine cannot take."""
-    try:
-        return prepared.check(index, facts)
-    except TooLongError as error:
-        raise ContextLengthError(
-            f"your {param} resulted in {error.num_prompt} tokens",
-            param=param,
-            num_prompt=error.num_prompt,
-            limit=error.limit,
-            remedy=", or give truncate_prompt_tokens: -1",
-        ) from error
-    except InvalidRequestError as error:
-        raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
+        id = caller.id if len(prompts) == 1 else f"{caller.id}-{index}"
+        try:
+            requests.append(check_prompt(id, prompt, params, engine.client, param, priority=caller.priority))
+        except InvalidRequestError as error:
+            raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
+    return requests

@@ -23,6 +23,7 @@ from headrace.frontend.http.apis.pooling.pooled import (
     Side,
     Write,
     check_count,
+    checked,
     checked_params,
     enough_of,
     most_encoded,
@@ -35,10 +36,11 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
-from headrace.frontend.request.pair_prompts import compare_with, late_prompts, scoring_task, similarity, tokenize_pairs
+from headrace.frontend.request.checks import CheckedRequest
+from headrace.frontend.request.pair_prompts import late_prompts, query_vectors, scoring_task, similarity, tokenize_pairs
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
-from headrace.frontend.request.prompts import Prompt, Tokenization
+from headrace.frontend.request.prompts import Tokenization
 from headrace.frontend.text.chat_template import text_parts
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pooling
@@ -349,15 +351,18 @@ def _late(
     prompts = late_prompts(queries, asked.params, client, how, QUERY)
     documents = late_prompts([document for _, document in pairs], asked.params, client, how, DOCUMENT)
     of_documents = [f"{asked.names[1]}[{index}]" for index in range(len(pairs))]
-    answered = ready(engine, documents, of_documents, asked.params, caller, PooledAnswer(_of_values(write)))
-    prepared = ready(engine, prompts, [asked.names[0]] * len(prompts), asked.params, caller, answered.answer)
+    requests = checked(engine, documents, of_documents, asked.params, caller)
+    answer = PooledAnswer(_of_values(write))
+    prepared = ready(engine, prompts, [asked.names[0]] * len(prompts), asked.params, caller, answer)
 
-    def compared(streams: Sequence[RequestStream]) -> Sequence[Prompt]:
-        found = [stream.parts[0] for stream in streams if isinstance(stream, PoolingStream)]
-        of_query = dict(zip(queries, found, strict=True))
-        for prompt, (query, _) in zip(documents, pairs, strict=True):
-            compare_with(prompt, of_query[query])
-        return documents
+    def compared(streams: Sequence[RequestStream]) -> Sequence[CheckedRequest]:
+        found = [query_vectors(stream.parts[0]) for stream in streams if isinstance(stream, PoolingStream)]
+        of_query, replace = dict(zip(queries, found, strict=True)), msgspec.structs.replace
+        return [
+            replace(request, pool=replace(request.pool, compared_with=of_query[query]))
+            for request, (query, _) in zip(requests, pairs, strict=True)
+            if request.pool is not None
+        ]
 
     prepared.then = compared
     return prepared

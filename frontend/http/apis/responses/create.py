@@ -38,7 +38,6 @@ from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.server.exchange import LargeBodies
 from headrace.frontend.http.server.generation import Generator, PreparedRequest
 from headrace.frontend.http.server.shared_database import SILENT_S, StoreError
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import QueueFullError
 
@@ -292,8 +291,8 @@ class AnswerTools(NamedTuple):
 
 
 def _response_of(request: ResponsesRequest, id: str, work: PreparedRequest, *, stores: bool) -> ResponseObject:
-    (params,), answer, text, reasoning = work.params, work.answer, request.text or {}, request.reasoning or {}
-    assert isinstance(params, SamplingParams), "a response generates"
+    params, answer = work.requests[0].params, work.answer
+    text, reasoning = request.text or {}, request.reasoning or {}
     assert isinstance(answer, TurnAnswer), "as `_work` makes it"
     return ResponseObject(
         id=id,
