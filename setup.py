@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the version, which is git's tag, and the compiled kernels of a wheel.
+"""What pyproject.toml cannot say: the version, which is git's tag, the packages, which are the folders with Python
+files, and the compiled kernels of a wheel.
 
 A wheel contains the CPU kernels for each level of instruction sets (`kernels/cpu/compiler.py`), so it is for one
 platform; and for all versions of Python, since the kernels are plain C++ that ctypes loads. Without a compiler, or with
@@ -97,4 +98,12 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform.replace("linux_", f"manylinux_2_{max(needed)}_") if needed else platform
 
 
-setup(version=version(), cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+def packages() -> list[str]:
+    """All folders with Python files, and the stubs of vLLM's module names, which are for type checkers."""
+    found = {Path("headrace"), Path("headrace-stubs")}
+    for room in ("core", "executor", "frontend", "ipc", "kernels"):
+        found |= {Path("headrace") / path.parent for path in Path(room).rglob("*.py")}
+    return sorted(".".join(folder.parts) for folder in found)
+
+
+setup(version=version(), packages=packages(), cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,51 +16,13 @@ from source_tree import python_files, tree
 
 from headrace.frontend.http import apis
 
-ECHO = '''
-"""An API with one route, which answers with what the model makes of a text."""
-
-import msgspec
-
-from headrace.frontend.request.prompts import Prompt
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.http.server.access import Access
-from headrace.frontend.http.server.generation import Answer, PreparedRequest
-from headrace.frontend.http.server.route_spec import GENERATION, post
-
-
-class EchoRequest(msgspec.Struct):
-    text: str
-    model: str | None = None
-    request_id: str | None = None
-
-
-class EchoResponse(msgspec.Struct):
-    echo: str
-
-
-class EchoAnswer(Answer):
-    def whole(self):
-        (stream,) = self.streams
-        output = stream.sequences[0].read(delta=False, tokenizer=stream.tokenizer)
-        return [msgspec.json.encode(EchoResponse(output.text))]
-
-
-async def echo(state, exchange):
-    def prepare(request, engine, name):
-        token_ids = engine.client.tokenizer.encode(request.text, False)
-        prompt, params = Prompt(text=request.text, token_ids=token_ids), SamplingParams(max_tokens=3)
-        return PreparedRequest(engine, name, [prompt], [params], EchoAnswer())
-
-    await state.generate(exchange, lambda body: state.decoder.decode(body, EchoRequest), prepare)
-
-
-ROUTES = (post("/echo", echo, "Echo a text", EchoRequest, EchoResponse, GENERATION, access=Access.CLIENT),)
-'''
+README = Path(apis.__path__[0], "README.md").read_text(encoding="utf-8")
+(ECHO,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    """Of a server that has a folder more below apis/."""
+    """Of a server that has a folder more below apis/: the README's example."""
     room = tmp_path / "echo"
     room.mkdir()
     (room / "__init__.py").write_text("")
