@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.frontend.client.client import CoreClient, CoreListener
 from headrace.frontend.fleet.sources import Source
 from headrace.ipc.adapters import AdapterInfo
-from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ class Engine(CoreListener):
     @property
     def usable(self) -> bool:
         return self.client is not None and self.client.failure is None and not self.client.draining
+
+    @property
+    def connected(self) -> CoreClient:
+        """Its client. Raises EngineDeadError while it is not connected, which it may be at any time: other threads
+        prepare requests for it."""
+        if (client := self.client) is None:
+            raise EngineDeadError.from_failure(self.failure or Failure(message="the engine is not running"))
+        return client
 
     @property
     def has_ended(self) -> bool:

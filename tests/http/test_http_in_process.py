@@ -20,15 +20,21 @@ from served_routes import ROUTES
 from server_here import MODEL, ServerHere, serving_here
 
 from headrace.frontend.client.request_stream import RequestStream
+from headrace.frontend.fleet.engine import Engine
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Source
+from headrace.frontend.http.apis.ollama import routes as ollama_routes
 from headrace.frontend.http.apis.openai import prompts
 from headrace.frontend.http.process import server as http_process
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server import state as server_state
 from headrace.frontend.http.server.connection import Connection
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.exchange import INLINE_BYTES
 from headrace.frontend.request import checks
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import Failure
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 MOST_BODY_BYTES = 400_000
@@ -154,6 +160,22 @@ def test_each_prompt_is_checked_once(
     monkeypatch.setattr(checks, "_check_length", counted)
     ask(client, path, **body)
     assert len(lengths) == num_prompts
+
+
+@pytest.mark.parametrize(("path", "body", "_"), CHECKED[:7], ids=[each[0] for each in CHECKED[:7]])
+def test_an_engine_that_is_lost_while_a_request_is_prepared_is_the_reason_of_a_503(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], _: int
+) -> None:
+    def lost(pool: EnginePool, model: str | None) -> Engine:
+        engine = Engine(pool, 0, Source(), is_needed=False)
+        engine.names, engine.failure = (MODEL,), Failure(message="the engine was killed")
+        return engine
+
+    for module in (server_state, ollama_routes):
+        monkeypatch.setattr(module, "engine_for", lost)
+    refused = client.post(path, json=body)
+    assert refused.status_code == 503
+    assert "the engine was killed" in refused.text
 
 
 def test_long_lines_of_a_batch_are_prepared_off_the_event_loop(

@@ -31,7 +31,6 @@ from headrace.frontend.http.server.selection import OutputSelection, likeliest, 
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.tracing.tracer import with_trace
 from headrace.ipc.failure import (
-    EngineDeadError,
     HeadraceError,
     InvalidRequestError,
     QueueFullError,
@@ -131,9 +130,7 @@ class PreparedRequest(RequestListener):
         self.error, self.streams = None, []
         self._next = self.then
         self.news, self.ended = loop.create_future(), loop.create_future()
-        client = self.engine.client
-        if client is None:  # it has gone since the request was prepared
-            raise EngineDeadError("the engine is not running")
+        client = self.engine.connected
         if self.selection is not None and self.selection.beams is not None:
             self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))

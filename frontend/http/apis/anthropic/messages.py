@@ -427,8 +427,7 @@ def prepare_messages(
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     thinking, chat = thinking_of(request), as_chat(request)
-    assert engine.client is not None
-    welcome = engine.client.welcome
+    welcome = engine.connected.welcome
     make_answer = functools.partial(
         MessagesAnswer,
         omits_thinking=thinking.is_omitted,

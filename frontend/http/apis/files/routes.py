@@ -194,8 +194,7 @@ async def create_batch(state: ServerState, exchange: Exchange) -> None:
     if request.completion_window != "24h":
         raise bad_field("completion_window", "completion_window must be 24h")
     state.check_accepting()
-    client = engine_for(state.pool, None).client
-    assert client is not None
+    client = engine_for(state.pool, None).connected
     asked = await _file(state, exchange, request.input_file_id, "input_file_id")
     if asked.purpose != "batch":
         raise bad_field("input_file_id", f"{asked.id} is a file of purpose {asked.purpose}; it must be batch")

@@ -145,8 +145,7 @@ def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
                 raise bad_field(where, f"{where} is {value}; it must be 1 at least, or -1 or -2 for what fits")
             fields["max_tokens"] = None if value < 0 else value
         elif name == "num_ctx":
-            assert engine.client is not None
-            limit = engine.client.welcome.max_model_len
+            limit = engine.connected.welcome.max_model_len
             if _integer(value, where) > limit:
                 raise bad_field(where, f"num_ctx is {value}; this server's context is {limit} tokens")
         elif name in _PENALTIES:

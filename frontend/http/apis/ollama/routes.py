@@ -425,8 +425,7 @@ async def show(state: ServerState, exchange: Exchange) -> None:
         if asked is None:
             raise bad_field("model", "model is required", "missing_required_parameter")
         engine = _engine(state, asked)
-        assert engine.client is not None
-        length = engine.client.welcome.max_model_len
+        length = engine.connected.welcome.max_model_len
         info: dict[str, str | int] = {"general.architecture": "headrace", "headrace.context_length": length}
         return ShowResponse(OllamaDetails(), info, _capabilities(state, engine), _time(state.started_at))
 
@@ -435,8 +434,8 @@ async def show(state: ServerState, exchange: Exchange) -> None:
 
 def _capabilities(state: ServerState, engine: Engine) -> list[str]:
     """What the model can do: tools and thinking only if this server parses its output for them."""
-    assert engine.client is not None
-    tokenizer, welcome = engine.client.tokenizer, engine.client.welcome
+    client = engine.connected
+    tokenizer, welcome = client.tokenizer, client.welcome
     embeds = welcome.pooling is not None and "embed" in welcome.pooling.kinds
     if not welcome.generates:
         return ["embedding"] if embeds else []

@@ -56,7 +56,6 @@ class TextAnswer(Answer):
     def __init__(self, context: AnswerContext) -> None:
         """Keeps nothing of the request but what the response depends on: its messages may be large."""
         request, id, engine, options, self.make_reader, self.names_tool = context
-        assert engine.client is not None
         self._tells_times = options.enable_per_request_metrics
         self.id, self.model, self.created = id, request.model or engine.names[0], int(time.time())
         stream_options = request.stream_options
@@ -68,7 +67,7 @@ class TextAnswer(Answer):
         self.asks_prompt_logprobs = request.prompt_logprobs is not None
         self._spells_ids = bool(request.return_tokens_as_token_ids)
         self.has_reasoning = getattr(request, "include_reasoning", None) is not False  # completions have none
-        self.tokenizer = engine.client.tokenizer
+        self.tokenizer = engine.connected.tokenizer
 
     @functools.cached_property
     def spell(self) -> TokenSpelling:

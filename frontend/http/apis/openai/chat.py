@@ -135,8 +135,7 @@ def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
 
 def count_prompt(request: ChatCompletionRequest, engine: Engine, parts: ChatParts) -> int:
     """The number of tokens in the prompt, of any length. Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
-    tokenizer = engine.client.tokenizer
+    tokenizer = engine.connected.tokenizer
     prompt, _ = _rendered(request, tokenizer, parts)
     assert tokenizer is not None, "a conversation is rendered only with one"
     return count_text(prompt.text, tokenizer, special=bool(request.add_special_tokens))
@@ -172,8 +171,8 @@ def prepare_chat(
     make_answer: Callable[[AnswerContext], TextAnswer] | None = None,
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
-    options, client, welcome = parts.options, engine.client, engine.client.welcome
+    options, client = parts.options, engine.connected
+    welcome = client.welcome
     if request.top_logprobs and not request.logprobs:  # 0, vLLM's default, asks for nothing
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < -1:

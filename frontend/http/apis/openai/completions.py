@@ -74,8 +74,7 @@ def prepare_completion(
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
-    client, options = engine.client, parts.options
+    client, options = engine.connected, parts.options
     welcome = client.welcome
     drop_needless_outputs(request, welcome)
     check_selection(request, options.max_n)

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.engine_metrics import kv_use
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.bodies import (
@@ -151,8 +150,7 @@ def model_card(state: ServerState, name: str) -> ModelCard:
     serving = [engine for engine in state.pool.engines if base in engine.names and engine.client is not None]
     if not serving:
         raise why_unavailable(state.pool)
-    assert serving[0].client is not None
-    welcome = serving[0].client.welcome
+    welcome = serving[0].connected.welcome
     return ModelCard(
         id=name,
         object="model",
@@ -175,7 +173,7 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
 
 
 def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
-    client = _client_of(state, request.model)
+    client = engine_for(state.pool, request.model).connected
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
@@ -208,7 +206,7 @@ async def detokenize(state: ServerState, exchange: Exchange) -> None:
 
 
 def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
-    client = _client_of(state, request.model)
+    client = engine_for(state.pool, request.model).connected
     if client.tokenizer is None:
         raise bad_field("tokens", "this engine runs without a tokenizer")
     size, most = client.welcome.vocab_size, client.welcome.max_model_len
@@ -220,17 +218,10 @@ def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
     return msgspec.json.encode(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
 
 
-def _client_of(state: ServerState, model: str | None) -> CoreClient:
-    client = engine_for(state.pool, model).client
-    assert client is not None, "an engine is chosen among those that are connected"
-    return client
-
-
 async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
     if not state.options.enable_tokenizer_info_endpoint:
         raise ApiError(404, "this server was started without --enable-tokenizer-info-endpoint")
-    client = engine_for(state.pool, None).client
-    assert client is not None
+    client = engine_for(state.pool, None).connected
     if client.tokenizer is None:
         raise ApiError(404, "this engine runs without a tokenizer")
     tokenizer = client.tokenizer

@@ -38,7 +38,6 @@ class TextFields(PooledFields, kw_only=True):
 def take_messages(request: TextFields, engine: Engine, prompts: ChatPrompts) -> None:
     """Puts the texts of a request's conversations in the place of its input. Special tokens are added to them only if
     it asks for that: the template writes them. Raises ApiError and InvalidRequestError."""
-    assert engine.client is not None
     if request.messages is None:
         if request.input is None:
             raise bad_field("input", "input is required, or messages", "missing_required_parameter")
@@ -52,7 +51,7 @@ def take_messages(request: TextFields, engine: Engine, prompts: ChatPrompts) -> 
         raise bad_field("messages", "messages holds either messages or lists of them")
     request.add_generation_prompt = bool(request.add_generation_prompt)
     conversations: Any = request.messages if True in are_lists else [request.messages]
-    tokenizer = engine.client.tokenizer
+    tokenizer = engine.connected.tokenizer
     request.input = [prompts.render(request, each, tokenizer, tools=None).text for each in conversations]
     request.messages = None
     request.add_special_tokens = bool(request.add_special_tokens)

@@ -109,8 +109,7 @@ class PooledAnswer(Answer):
 
 def pooling_of(engine: Engine, model: str, what: str) -> tuple[Welcome, Pooling]:
     """Raises ApiError (404) for a model that does not pool. what: what is asked for, as `embeddings`."""
-    assert engine.client is not None
-    welcome = engine.client.welcome
+    welcome = engine.connected.welcome
     if welcome.pooling is None:
         raise ApiError(404, f"the model {model!r:.200} makes no {what}: {NOT_POOLING}", code="not_found")
     return welcome, welcome.pooling
@@ -169,8 +168,7 @@ def check_count(param: str, items: Sequence[Any], options: ServeOptions) -> None
 
 def prompts_of(items: Sequence[Any], params: PoolingParams, engine: Engine, how: How) -> list[Prompt]:
     """Prompts of texts or of lists of token ids, tokenised and truncated. Raises ApiError."""
-    assert engine.client is not None
-    client, cut = engine.client, Tokenization(truncation_side=how.side)
+    client, cut = engine.connected, Tokenization(truncation_side=how.side)
     if not isinstance(items[0], str):
         prompts = [Prompt(token_ids=packed(each)) for each in items]
         cut_to_pool(prompts, [params] * len(prompts), client.tokenizer, cut, client.welcome)
@@ -250,7 +248,6 @@ def checked(
     engine: Engine, prompts: Sequence[Prompt], names: Sequence[str], params: PoolingParams, caller: Caller
 ) -> list[CheckedRequest]:
     """What the engine is asked for, of tokenised prompts. names: the prompts' fields, for errors. Raises ApiError."""
-    assert engine.client is not None
     if params.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
     adapters, requests = adapters_of(engine, caller.model), list[CheckedRequest]()
@@ -258,7 +255,7 @@ def checked(
         prompt.cache_salt, prompt.adapters = caller.salt, adapters
         id = caller.id if len(prompts) == 1 else f"{caller.id}-{index}"
         try:
-            requests.append(check_prompt(id, prompt, params, engine.client, param, priority=caller.priority))
+            requests.append(check_prompt(id, prompt, params, engine.connected, param, priority=caller.priority))
         except InvalidRequestError as error:
             raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
     return requests

@@ -257,8 +257,7 @@ def _shortened(
     pairs: Sequence[tuple[str, str]], most: tuple[int | None, int | None], engine: Engine
 ) -> Sequence[tuple[str, str]]:
     """The pairs, whose first texts have at most most[0] tokens and their second ones most[1]. Raises ApiError."""
-    assert engine.client is not None
-    tokenizer = engine.client.tokenizer
+    tokenizer = engine.connected.tokenizer
     if tokenizer is None or not any(most):
         return pairs
 
@@ -291,9 +290,9 @@ def prepare_pairs(
 ) -> PreparedRequest:
     """Scores pairs by the task of their parameters. write: makes the response of their scores. Raises ApiError and
     InvalidRequestError."""
-    assert engine.client is not None
     pairs, names, params, side, instruction = asked
-    client, welcome = engine.client, engine.client.welcome
+    client = engine.connected
+    welcome = client.welcome
     check_count(names[1], pairs, options)
     if client.tokenizer is None:
         raise bad_field(names[1], "this engine runs without a tokenizer, and scores are of texts")
@@ -345,8 +344,7 @@ def _late(
     write: Callable[[Sequence[float], PoolingUsage], Any],
 ) -> PreparedRequest:
     """Late interaction: the queries run first, and each document then brings its query's vectors with it."""
-    assert engine.client is not None
-    client, how = engine.client, Tokenization(truncation_side=asked.side)
+    client, how = engine.connected, Tokenization(truncation_side=asked.side)
     queries = list(dict.fromkeys(query for query, _ in pairs))
     prompts = late_prompts(queries, asked.params, client, how, QUERY)
     documents = late_prompts([document for _, document in pairs], asked.params, client, how, DOCUMENT)

@@ -214,8 +214,7 @@ def _predicted(inputs: Any) -> tuple[bool, list[list[str]]]:
 
 
 def _one_or_pair(texts: list[str], params: PoolingParams, engine: Engine, side: Any, param: str) -> list[Prompt]:
-    assert engine.client is not None
-    client, how = engine.client, Tokenization(truncation_side=side)
+    client, how = engine.connected, Tokenization(truncation_side=side)
     if not all(texts):
         raise bad_field(param, f"{param} has an empty text; give at least one token")
     if len(texts) == 1 or client.tokenizer is None:

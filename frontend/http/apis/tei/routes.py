@@ -138,8 +138,7 @@ class TeiInfo(msgspec.Struct):
 
 async def info(state: ServerState, exchange: Exchange) -> None:
     engine = engine_for(state.pool, None)
-    assert engine.client is not None
-    welcome = engine.client.welcome
+    welcome = engine.connected.welcome
     kind: dict[str, dict[str, Any]] = {}
     if (pooling := welcome.pooling) is not None:
         labels = {str(number): label for number, label in enumerate(pooling.labels)}
