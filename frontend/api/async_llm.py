@@ -21,18 +21,17 @@ from headrace.frontend.api.streaming_input import StreamingInput, StreamingSessi
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_metrics import Metric
-from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, parse_own
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S, parse_own
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport
 from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
-from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
-from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import check
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
@@ -94,14 +93,8 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         routing = router_options(heartbeat_timeout)
         engine_options: dict[str, Any] = {**options}
         tracer = tracer_of(*take_traces(engine_options))
-        parsed = with_meeting(parse_own(model, engine_options))
-        if parsed.coordinator:
-            check_finds(model, engine_options)
-            found = Discovery(parsed.coordinator, parsed.peer_timeout)
-            self._prepare(EnginePool([], routing, discovery=found, meters=RequestCounts()), tracer)
-            return
-        sources = owned_ranks(parsed, start_ranks(parsed))
-        self._prepare(EnginePool(sources, routing, meters=RequestCounts()), tracer, parsed.use_tqdm_on_load)
+        parsed = parse_own(model, engine_options)
+        self._prepare(pool_of(parsed, routing, RequestCounts()), tracer, parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(

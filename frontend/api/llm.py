@@ -29,15 +29,14 @@ from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S
 from headrace.frontend.client.control import Controls
-from headrace.frontend.client.own_engine import STOP_DEADLINE_S, check_finds, parse_own, run_in_process
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S, parse_own, run_in_process
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import MemoryTransport, Transport
-from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.lora_controls import LoRAControls
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting
-from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.outputs import RequestOutput
@@ -111,20 +110,8 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
             source = Connected(MemoryTransport(thread.port), engine=thread)
             self._open(EnginePool([source], meters=RequestCounts()), tracer)
             return
-        parsed = with_meeting(parse_own(model, engine_options))
-        if parsed.coordinator:
-            check_finds(model, engine_options)
-            found = Discovery(parsed.coordinator, parsed.peer_timeout)
-            self._open(EnginePool([], routing, discovery=found, meters=RequestCounts()), tracer)
-            return
-        children = start_ranks(parsed)
-        try:
-            pool = EnginePool(owned_ranks(parsed, children), routing, meters=RequestCounts())
-            self._open(pool, tracer, shows_start=parsed.use_tqdm_on_load)
-        except BaseException:
-            for child in children:
-                child.kill()
-            raise
+        parsed = parse_own(model, engine_options)
+        self._open(pool_of(parsed, routing, RequestCounts()), tracer, shows_start=parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -157,7 +144,11 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         return self
 
     def _open(self, client: EnginePool, tracer: Tracer | None = None, *, shows_start: bool | None = False) -> None:
-        self._background = BackgroundLoop("headrace-llm")
+        try:
+            self._background = BackgroundLoop("headrace-llm")
+        except BaseException:
+            client.stop(0.0)
+            raise
         self._client, self._tracer = client, tracer
         self._process_id = os.getpid()
         self._request_ids = itertools.count()

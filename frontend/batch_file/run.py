@@ -18,12 +18,11 @@ from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
-from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.requests import HELD_S
 from headrace.frontend.fleet.sources import Attached
-from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.http.apis import known_fields
 from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.apis.responses.client_tools import LeftOut
@@ -61,9 +60,7 @@ def engines_of(arguments: argparse.Namespace) -> EnginePool:
         needless = [written for name, written in given.items() if name not in ("coordinator", "peer_timeout")]
         if needless:
             raise OptionError(f"--coordinator finds engines, which have their options; leave out {', '.join(needless)}")
-        return EnginePool([], discovery=Discovery(options.coordinator, options.peer_timeout))
-    options = with_meeting(options)
-    return EnginePool(owned_ranks(options, start_ranks(options)))
+    return pool_of(options)
 
 
 class BatchRun:

@@ -30,7 +30,7 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> EngineThread:
 
 
 def parse_own(model: str | None, options: dict[str, Any]) -> Options:
-    """Parses a user's options. Raises OptionError."""
+    """Parses a user's options. Raises OptionError, also for those that an engine found by a coordinator already has."""
     from headrace.core.options.parsing import check_model_named, parse_options
 
     if is_loading_script():
@@ -39,11 +39,8 @@ def parse_own(model: str | None, options: dict[str, Any]) -> Options:
             'if __name__ == "__main__"'
         )
     check_model_named(model)
-    return parse_options(**options if model is None else {"model": model, **options})
-
-
-def check_finds(model: str | None, options: dict[str, Any]) -> None:
-    """Raises OptionError for options that an engine found by a coordinator already has."""
-    given = ["model"] * (model is not None) + [name for name in options if name not in ("coordinator", "peer_timeout")]
-    if given:
-        raise OptionError(f"coordinator finds engines, which have their options: leave out {', '.join(given)}")
+    given = options if model is None else {"model": model, **options}
+    parsed = parse_options(**given)
+    if parsed.coordinator and (needless := [name for name in given if name not in ("coordinator", "peer_timeout")]):
+        raise OptionError(f"coordinator finds engines, which have their options: leave out {', '.join(needless)}")
+    return parsed

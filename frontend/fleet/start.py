@@ -1,4 +1,4 @@
-"""Starts the engines of data_parallel_size on this machine, as sources of a pool."""
+"""Starts the engines of data_parallel_size on this machine, as sources of a pool, or finds those of coordinators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,30 @@ from headrace.ipc.failure import OptionError
 
 if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
     from headrace.core.options.engine_options import Options
+    from headrace.frontend.client.request_metrics import Meters
+    from headrace.frontend.fleet.decisions import RouterOptions
+    from headrace.frontend.fleet.pool import EnginePool
     from headrace.frontend.fleet.sources import EngineProcess, Owned
 
 RESTARTS = 10
 """How often in a row a dead engine is restarted, if there are several: the others do its work meanwhile."""
+
+
+def pool_of(options: Options, routing: RouterOptions | None = None, meters: Meters | None = None) -> EnginePool:
+    """A pool, not opened yet, of engines that are started with these options or, where they name coordinators, found by
+    them. Raises as `start_ranks`."""
+    options = with_meeting(options)
+    children = [] if options.coordinator else start_ranks(options)
+    try:
+        from headrace.frontend.fleet.discovery import Discovery  # imported while the engines start
+        from headrace.frontend.fleet.pool import EnginePool
+
+        found = Discovery(options.coordinator, options.peer_timeout) if options.coordinator else None
+        return EnginePool(owned_ranks(options, children), routing, discovery=found, meters=meters)
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
 
 
 def with_meeting(options: Options) -> Options:
