@@ -177,7 +177,7 @@ class SequenceState:
         return text
 
     @property
-    def told_logprobs(self) -> SampleLogprobs:
+    def logprobs_read(self) -> SampleLogprobs:
         """The log-probabilities of the tokens that were read, in the user's form."""
         return self._logprobs
 
@@ -374,7 +374,7 @@ class RequestStream(OneProcess):
     def drop_logprobs(self) -> None:
         """Call once they have been read. Frees in pieces: freeing hundreds of thousands at once blocks all threads."""
         self._prompt_rows.clear()
-        for told in (self._prompt_logprobs, *(each.told_logprobs for each in self.sequences)):
+        for told in (self._prompt_logprobs, *(each.logprobs_read for each in self.sequences)):
             while isinstance(told, list) and told:
                 del told[-_DROPPED_AT_ONCE:]
 

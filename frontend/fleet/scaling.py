@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.sources import EngineProcess, Owned
+from headrace.frontend.fleet.sources import EngineChild, Owned
 from headrace.frontend.fleet.start import of_rank
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 from headrace.ipc.process.host import host_memory, usable_cores
@@ -160,7 +160,7 @@ def _check_memory(size: int, num_more: int, pids: Sequence[int]) -> None:
 def _start(options: Options, restarts: int, weights_path: str) -> Owned:
     from headrace.core.process.child import start_engine
 
-    def start(path: str) -> EngineProcess:
+    def start(path: str) -> EngineChild:
         return start_engine(options, weights_path=path)
 
     return Owned(start, start(weights_path), restarts=restarts)

@@ -145,7 +145,7 @@ class Discovered(Attached):
         return True
 
 
-class EngineProcess(Protocol):
+class EngineChild(Protocol):
     """A `Child`, or an object with the same interface."""
 
     @property
@@ -194,7 +194,7 @@ class Owned(Source):
     is_own = True
 
     def __init__(
-        self, start: Callable[[str], EngineProcess], first: EngineProcess, *, restarts: int, rank: int | None = None
+        self, start: Callable[[str], EngineChild], first: EngineChild, *, restarts: int, rank: int | None = None
     ) -> None:
         """`first` is running already; `start` starts a replacement, with weights of a path, up to `restarts` times in a
         row."""

@@ -44,7 +44,7 @@ def has_parts(content: Any) -> bool:
     )
 
 
-def check_text(content: Any) -> None:
+def check_placeholders(content: Any) -> None:
     """Raises InvalidRequestError if a message's own text contains PLACE."""
     for part in [content] if isinstance(content, str) else content or ():
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -65,7 +65,7 @@ def without_parts(
     taken = []
     for message in conversation:
         content = message.get("content") if isinstance(message, Mapping) else None
-        check_text(content)
+        check_placeholders(content)
         if has_parts(content):
             message = {**message, "content": take_parts(content or (), welcome, found)}
         taken.append(message)

@@ -68,7 +68,7 @@ class Origin(msgspec.Struct, kw_only=True):
     tokenize_began_s: float = 0.0
     """0: nothing of it has been tokenised."""
     tokenize_ended_s: float = 0.0
-    last: RequestTrace | None = None
+    last: RecordedTrace | None = None
     """Of the request that was submitted last: one from outside may submit several, in turn."""
 
 
@@ -162,7 +162,7 @@ class Tracer:
         self._processor.force_flush(int(_CLOSE_S * 1000))
         self._processor.shutdown()
 
-    def _begin_trace(self, origin: Origin) -> RequestTrace | None:
+    def _begin_trace(self, origin: Origin) -> RecordedTrace | None:
         api, called_from, parent = self._api, self._nowhere, None
         if origin.headers:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -176,7 +176,7 @@ class Tracer:
             return None
         flags = api.TraceFlags(api.TraceFlags.SAMPLED)
         root = api.SpanContext(trace_id, self._ids.generate_span_id(), False, flags, wanted.trace_state)
-        origin.last = RequestTrace(self, origin, root, parent)
+        origin.last = RecordedTrace(self, origin, root, parent)
         return origin.last
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class Tracer:
             whole = (f"execute_tool {name}", began_s, time.time(), told)
             self._end(span, caller, *whole, kind=api.SpanKind.CLIENT, status=status)
 
-    def export(self, trace: RequestTrace, stream: RequestStream) -> None:
+    def export(self, trace: RecordedTrace, stream: RequestStream) -> None:
         """Call at a request's end, successful or not."""
         api, metrics, origin = self._api, stream.metrics, trace.origin
         ended_s = time.time() if metrics.total_s is None else metrics.arrival_time + metrics.total_s
@@ -269,7 +269,7 @@ class StepTimes(NamedTuple):
     num_tokens: int
 
 
-class RequestTrace:
+class RecordedTrace:
     """The trace of one request, whose spans are exported at its end."""
 
     __slots__ = ("_tracer", "origin", "parent", "root", "steps", "trace_id", "wants_steps")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from headrace import LLM, EngineDeadError, SamplingParams
-from headrace.frontend.http.apis.openai.prompts import sampling_params
+from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder

@@ -12,7 +12,7 @@ import tiny_models
 from fake_core import memory_core
 
 from headrace import LLM, InvalidRequestError, SamplingParams
-from headrace.frontend.http.apis.openai.prompts import sampling_params
+from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder

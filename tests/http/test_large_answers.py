@@ -18,7 +18,7 @@ import pytest
 
 from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.http.apis.openai import answer as answers
-from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, AnswerContext, encoded, prompt_is_told
+from headrace.frontend.http.apis.openai.answer import _PIECE_BYTES, AnswerContext, encoded, prompt_logprobs_are_complete
 from headrace.frontend.http.apis.openai.bodies import (
     AssistantMessage,
     ChatChoice,
@@ -98,7 +98,7 @@ def test_what_a_large_answer_told_is_dropped_where_it_was_written() -> None:
         def whole(self) -> list[bytes]:
             sequence.read(delta=False, tokenizer=None)
             assert len(stream.prompt_logprobs or ()) == 200
-            assert len(sequence.told_logprobs) == 2000
+            assert len(sequence.logprobs_read) == 2000
             return super().whole()
 
     prepared = PreparedRequest(None, "r", [], Reads())
@@ -106,7 +106,7 @@ def test_what_a_large_answer_told_is_dropped_where_it_was_written() -> None:
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(Generator(KeepAlive(1.0), 0.0, None, None, threads)._whole(prepared))
     assert not stream.prompt_logprobs
-    assert not sequence.told_logprobs
+    assert not sequence.logprobs_read
 
 
 def completion(num_choices: int, num_positions: int) -> CompletionResponse:
@@ -162,9 +162,9 @@ def test_no_call_writes_more_than_a_few_hundred_entries(monkeypatch: pytest.Monk
 def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() -> None:
     stream = stream_of(8, prompt_logprobs=2)
     for count in (3, 4):
-        assert not prompt_is_told(stream)
+        assert not prompt_logprobs_are_complete(stream)
         stream.add_prompt_logprobs(rows(count))
-    assert prompt_is_told(stream)
+    assert prompt_logprobs_are_complete(stream)
     told = stream.prompt_logprobs
     assert told is not None
     assert told[0] is None

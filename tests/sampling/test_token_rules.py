@@ -17,7 +17,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_token
 
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.sampling.token_rules import rules_of
-from headrace.frontend.http.apis.openai.prompts import sampling_params
+from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder

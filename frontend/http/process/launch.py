@@ -39,7 +39,7 @@ from headrace.ipc.transport.keys import use_own_keys
 from headrace.ipc.transport.sockets import is_loopback
 
 if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
-    from headrace.frontend.fleet.sources import EngineProcess
+    from headrace.frontend.fleet.sources import EngineChild
 
 
 class PhaseLog:
@@ -127,7 +127,7 @@ def _launch(engine_options: Options, options: ServeOptions) -> int:
         logging.getLogger(__name__).warning("%s", warning)
     _warn_of_open_secrets(options)
     phases = PhaseLog("read options", process_began_s())
-    children: list[EngineProcess] = []
+    children: list[EngineChild] = []
     coordinator: Child | None = None
     ranks = Ranks(range(0))
     if not options.engine and not engine_options.coordinator:
@@ -191,7 +191,7 @@ def _ready_at(coordinator: Child, ranks: Ranks) -> str:
 def _serve_here(
     engine_options: Options,
     options: ServeOptions,
-    children: Sequence[EngineProcess],
+    children: Sequence[EngineChild],
     phases: PhaseLog,
     ranks: Ranks,
 ) -> int:

@@ -40,8 +40,9 @@ from headrace.ipc.failure import (
 logger = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Receives the events of a `PreparedRequest`'s engine requests, in the engine client's event loop."""
+class StreamWriter(Protocol):
+    """Writes the outputs of a `PreparedRequest` as they come, in the engine client's event loop: an `EventStream`, or a
+    response's run."""
 
     def on_step(self, stream: RequestStream) -> None: ...
 
@@ -115,7 +116,7 @@ class PreparedRequest(RequestListener):
         # While it runs:
         self.streams: list[RequestStream] = []
         self.error: HeadraceError | None = None
-        self.events: Listener | None = None
+        self.events: StreamWriter | None = None
         self.news: asyncio.Future[None]
         """Done at the first output, or at the end."""
         self.ended: asyncio.Future[None]
@@ -310,7 +311,7 @@ class Generator:
         if prepared.selection is not None and prepared.selection.beams is None:
             likeliest(streams, prepared.selection.num_outputs)
         prepared.answer.attach(streams)
-        if sum(map(_num_told, streams)) <= INLINE_TOKENS:
+        if sum(map(_num_reported, streams)) <= INLINE_TOKENS:
             return prepared.answer.whole()
 
         def write() -> list[bytes]:
@@ -382,7 +383,7 @@ class Generator:
             self.keep_alive.remove(events)
 
 
-def _num_told(stream: RequestStream) -> int:
+def _num_reported(stream: RequestStream) -> int:
     """How many tokens an answer reports, top log-probabilities included, or values of vectors."""
     if isinstance(stream, PoolingStream):
         return sum(len(part.values) for part in stream.parts)

@@ -14,12 +14,12 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.pooled import (
-    Caller,
     Dimensions,
-    How,
     PooledAnswer,
     PooledFields,
+    PoolingContext,
     PoolingUsage,
+    TextOptions,
     check_count,
     checked_params,
     items_of,
@@ -146,16 +146,16 @@ def prepare_embed(
             "embedding_types", f"embedding_types: eight signs are one number of binary, and vectors have {width} values"
         )
     side: Literal["left"] | None = "left" if request.truncate == "START" else None
-    prompts = prompts_of(texts, params, engine, How(side, param=field))
+    prompts = prompts_of(texts, params, engine, TextOptions(side, param=field))
     if request.truncate == "NONE":
         _check_lengths(prompts, field, request.max_tokens, welcome)
-    caller = Caller(f"embd-{name}", cache_salt(request, tenant), request.priority, request.model)
+    context = PoolingContext(f"embd-{name}", cache_salt(request, tenant), request.priority, request.model)
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> CohereEmbedResponse:
         meta = CohereMeta(CohereApiVersion(), CohereBilledUnits(usage.prompt_tokens))
-        return CohereEmbedResponse(caller.id, _encoded(streams, types), texts, meta)
+        return CohereEmbedResponse(context.id, _encoded(streams, types), texts, meta)
 
-    return ready(engine, prompts, names_of(field, len(prompts)), params, caller, PooledAnswer(write))
+    return ready(engine, prompts, names_of(field, len(prompts)), params, context, PooledAnswer(write))
 
 
 def _texts(request: CohereEmbedRequest) -> list[str]:

@@ -13,11 +13,11 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.ollama.requests import options_without_effect, served_name
 from headrace.frontend.http.apis.pooling.pooled import (
-    Caller,
     Dimensions,
-    How,
     PooledAnswer,
+    PoolingContext,
     PoolingUsage,
+    TextOptions,
     checked_params,
     pooling_of,
     prepare_vectors,
@@ -71,7 +71,7 @@ EMBED_NEUTRAL: Mapping[str, Neutral] = {"images": Neutral("models read text alon
 
 
 def prepare_embed(
-    request: OllamaEmbedRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: OllamaEmbedRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest | OllamaEmbedResponse:
     """What to run, or the answer to a request without a text, by which clients load a model. Raises ApiError and
     InvalidRequestError."""
@@ -91,11 +91,11 @@ def prepare_embed(
         dimensions=request.dimensions,
         truncate_prompt_tokens=None if request.truncate is False else -1,
     )
-    return prepare_vectors(request.input, params, engine, options, caller, PooledAnswer(write))
+    return prepare_vectors(request.input, params, engine, options, context, PooledAnswer(write))
 
 
 def prepare_embeddings(
-    request: OllamaEmbeddingsRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: OllamaEmbeddingsRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest | OllamaEmbeddingsResponse:
     """As `prepare_embed`."""
     options_without_effect(request.options, engine)
@@ -106,7 +106,9 @@ def prepare_embeddings(
         return OllamaEmbeddingsResponse(streams[0].parts[0].tolist())
 
     params = _params(engine, request.model, truncate_prompt_tokens=-1)
-    return prepare_vectors(request.prompt, params, engine, options, caller, PooledAnswer(write), How(param="prompt"))
+    return prepare_vectors(
+        request.prompt, params, engine, options, context, PooledAnswer(write), TextOptions(param="prompt")
+    )
 
 
 def _params(engine: Engine, asked: str, **fields: Any) -> PoolingParams:

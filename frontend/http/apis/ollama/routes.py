@@ -45,7 +45,7 @@ from headrace.frontend.http.apis.openai.bodies import TokenLogprob, chat_logprob
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.apis.pooling.pooled import Caller
+from headrace.frontend.http.apis.pooling.pooled import PoolingContext
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
@@ -359,7 +359,7 @@ async def embed(state: ServerState, exchange: Exchange) -> None:
     def prepare(body: bytes) -> PreparedRequest | OllamaEmbedResponse:
         request = state.decoder.decode(body, OllamaEmbedRequest)
         return prepare_embed(
-            request, _engine(state, request.model), state.options, _caller(state, exchange, request.model)
+            request, _engine(state, request.model), state.options, _pooling_context(state, exchange, request.model)
         )
 
     await _answer(state, exchange, await exchange.prepare(prepare))
@@ -369,15 +369,15 @@ async def embeddings(state: ServerState, exchange: Exchange) -> None:
     def prepare(body: bytes) -> PreparedRequest | OllamaEmbeddingsResponse:
         request = state.decoder.decode(body, OllamaEmbeddingsRequest)
         return prepare_embeddings(
-            request, _engine(state, request.model), state.options, _caller(state, exchange, request.model)
+            request, _engine(state, request.model), state.options, _pooling_context(state, exchange, request.model)
         )
 
     await _answer(state, exchange, await exchange.prepare(prepare))
 
 
-def _caller(state: ServerState, exchange: Exchange, model: str) -> Caller:
+def _pooling_context(state: ServerState, exchange: Exchange, model: str) -> PoolingContext:
     name = served_name(model, (*state.pool.names, *state.pool.adapters))
-    return Caller(f"ollama-{exchange.request_id(None)}", exchange.tenant, model=name)
+    return PoolingContext(f"ollama-{exchange.request_id(None)}", exchange.tenant, model=name)
 
 
 async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | msgspec.Struct) -> None:

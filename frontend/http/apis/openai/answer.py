@@ -122,7 +122,7 @@ def usage_so_far(stream: RequestStream, num_output: int) -> Usage:
     return Usage(num_prompt, num_prompt + num_output, num_output)
 
 
-def prompt_is_told(stream: RequestStream) -> bool:
+def prompt_logprobs_are_complete(stream: RequestStream) -> bool:
     """Whether all log-probabilities of the prompt have arrived, or none were requested.
 
     With n > 1 the core computes them for the first output, and another output may begin before it.

@@ -20,7 +20,7 @@ from headrace.frontend.http.apis.openai.answer import (
     encode,
     encoded,
     event,
-    prompt_is_told,
+    prompt_logprobs_are_complete,
     text_event,
     usage_of,
     usage_so_far,
@@ -42,16 +42,14 @@ from headrace.frontend.http.apis.openai.bodies import (
     prompt_logprobs,
 )
 from headrace.frontend.http.apis.openai.choices import check_selection, selection_of
+from headrace.frontend.http.apis.openai.parameters import check_outputs, sampling_params, thinking_budget
 from headrace.frontend.http.apis.openai.prompts import (
     ChatPrompts,
     cache_salt,
-    check_outputs,
     check_prompt,
     count_text,
     most_prompt_tokens,
-    sampling_params,
     template_variables,
-    thinking_budget,
     tokenize_texts,
 )
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
@@ -62,7 +60,7 @@ from headrace.frontend.http.server.api import ApiState
 from headrace.frontend.http.server.errors import bad_field, respelt
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.state import ServerState
-from headrace.frontend.request.embedded_parts import check_text, has_parts, splice, take_parts
+from headrace.frontend.request.embedded_parts import check_placeholders, has_parts, splice, take_parts
 from headrace.frontend.request.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.request.outputs import CompletionOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
@@ -125,7 +123,7 @@ def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
         return found
     for index, message in enumerate(request.messages):
         try:
-            check_text(message.content)
+            check_placeholders(message.content)
             if has_parts(message.content):
                 message.content = take_parts(message.content or (), welcome, found)
         except InvalidRequestError as error:
@@ -394,7 +392,7 @@ class ChatAnswer(TextAnswer):
             choice = self._choices[sequence] = _ChatProgress(text_event(self._chunk([plain])), self.reader())
         first = b""
         if not choice.began:
-            if self.asks_prompt_logprobs and not prompt_is_told(stream):
+            if self.asks_prompt_logprobs and not prompt_logprobs_are_complete(stream):
                 return b""
             choice.began = True
             first = self._first(stream, sequence)

@@ -12,7 +12,7 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.answer import encoded
 from headrace.frontend.http.apis.openai.bodies import ChatResponse, CompletionTokensDetails, PromptTokensDetails, Usage
 from headrace.frontend.http.apis.openai.chat import ChatAnswer, ChatParts, prepare_chat
-from headrace.frontend.http.apis.openai.prompts import check_outputs
+from headrace.frontend.http.apis.openai.parameters import check_outputs
 from headrace.frontend.http.apis.openai.requests import ChatBatchRequest, ChatCompletionRequest
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import Answer, PreparedRequest

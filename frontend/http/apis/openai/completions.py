@@ -16,7 +16,7 @@ from headrace.frontend.http.apis.openai.answer import (
     encode,
     encoded,
     event,
-    prompt_is_told,
+    prompt_logprobs_are_complete,
     text_event,
     usage_of,
     usage_so_far,
@@ -38,15 +38,8 @@ from headrace.frontend.http.apis.openai.choices import (
     selection_of,
     width_of,
 )
-from headrace.frontend.http.apis.openai.prompts import (
-    cache_salt,
-    check_outputs,
-    check_prompt,
-    most_prompt_tokens,
-    sampling_params,
-    thinking_budget,
-    tokenize_texts,
-)
+from headrace.frontend.http.apis.openai.parameters import check_outputs, sampling_params, thinking_budget
+from headrace.frontend.http.apis.openai.prompts import cache_salt, check_prompt, most_prompt_tokens, tokenize_texts
 from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
@@ -235,7 +228,7 @@ class CompletionAnswer(TextAnswer):
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices[sequence]
-        if not choice.began and self._waits_for_prompt and not prompt_is_told(stream):
+        if not choice.began and self._waits_for_prompt and not prompt_logprobs_are_complete(stream):
             return b""
         if self._is_plain and sequence.finish_reason is None and (choice.began or not self._waits_for_prompt):
             if choice.text_event is None:

@@ -25,7 +25,8 @@ from headrace.frontend.http.apis.openai.bodies import (
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.apis.openai.completions import prepare_completion
-from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, apply_server_defaults, tokenize_texts
+from headrace.frontend.http.apis.openai.parameters import apply_server_defaults
+from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, tokenize_texts
 from headrace.frontend.http.apis.openai.requests import (
     NEUTRAL_OF,
     RANK_HEADER,

@@ -15,12 +15,12 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
 from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
-    Caller,
     Dimensions,
-    How,
     PooledAnswer,
+    PoolingContext,
     PoolingUsage,
     PromptName,
+    TextOptions,
     Write,
     checked_params,
     pooling_of,
@@ -180,8 +180,8 @@ def prepare_embedding(
         ]
         return EmbeddingResponse(id, "list", int(time.time()), model, items, usage)
 
-    caller = Caller(id, cache_salt(request, tenant), request.priority, asked)
-    return _prepared(request, "embed", engine, options, caller, write)
+    context = PoolingContext(id, cache_salt(request, tenant), request.priority, asked)
+    return _prepared(request, "embed", engine, options, context, write)
 
 
 def prepare_pooling(
@@ -200,8 +200,8 @@ def prepare_pooling(
             items.append(PoolingItem(index, "pooling", told if len(told) > 1 else next(iter(told.values()))))
         return PoolingResponse(id, "list", int(time.time()), model, items, usage)
 
-    caller = Caller(id, cache_salt(request, tenant), request.priority, request.model)
-    return _prepared(request, request.task, engine, options, caller, write)
+    context = PoolingContext(id, cache_salt(request, tenant), request.priority, request.model)
+    return _prepared(request, request.task, engine, options, context, write)
 
 
 def _prepared(
@@ -209,7 +209,7 @@ def _prepared(
     task: str | None,
     engine: Engine,
     options: ServeOptions,
-    caller: Caller,
+    context: PoolingContext,
     write: Write,
 ) -> PreparedRequest:
     model = request.model or engine.names[0]
@@ -236,10 +236,10 @@ def _prepared(
         )
     answer = PooledAnswer(write)
     if request.encoding_format in ("bytes", "bytes_only"):
-        answer = BytesAnswer(request, caller.id, model, with_metadata=request.encoding_format == "bytes")
-    how = How(request.truncation_side, special=request.add_special_tokens is not False)
+        answer = BytesAnswer(request, context.id, model, with_metadata=request.encoding_format == "bytes")
+    how = TextOptions(request.truncation_side, special=request.add_special_tokens is not False)
     given, request.input = request.input, ""  # frees it with the prompts: it may be large, and is not read again
-    return prepare_vectors(given, params, engine, options, caller, answer, how)
+    return prepare_vectors(given, params, engine, options, context, answer, how)
 
 
 def _told(part: PoolingOutput, request: EncodedRequest) -> Any:

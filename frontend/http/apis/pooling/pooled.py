@@ -65,8 +65,8 @@ class PoolingUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Caller(NamedTuple):
-    """Who asks, and how it is answered."""
+class PoolingContext(NamedTuple):
+    """What a response and its requests have of who asks."""
 
     id: str
     """Of the response."""
@@ -77,7 +77,7 @@ class Caller(NamedTuple):
     """As the request names it: an adapter, too."""
 
 
-class How(NamedTuple):
+class TextOptions(NamedTuple):
     """How texts become prompts."""
 
     side: Literal["left", "right"] | None = None
@@ -86,7 +86,7 @@ class How(NamedTuple):
     """The field of the texts, for errors."""
 
 
-_OF_INPUT = How()
+_OF_INPUT = TextOptions()
 
 Write = Callable[[Sequence[PoolingStream], PoolingUsage], msgspec.Struct | list[Any] | bytes]
 
@@ -166,7 +166,7 @@ def check_count(param: str, items: Sequence[Any], options: ServeOptions) -> None
         raise bad_field(param, f"{len(items)} inputs; this server takes at most {options.max_prompts} at once")
 
 
-def prompts_of(items: Sequence[Any], params: PoolingParams, engine: Engine, how: How) -> list[Prompt]:
+def prompts_of(items: Sequence[Any], params: PoolingParams, engine: Engine, how: TextOptions) -> list[Prompt]:
     """Prompts of texts or of lists of token ids, tokenised and truncated. Raises ApiError."""
     client, cut = engine.connected, Tokenization(truncation_side=how.side)
     if not isinstance(items[0], str):
@@ -220,16 +220,16 @@ def prepare_vectors(
     params: PoolingParams,
     engine: Engine,
     options: ServeOptions,
-    caller: Caller,
+    context: PoolingContext,
     answer: Answer,
-    how: How = _OF_INPUT,
+    how: TextOptions = _OF_INPUT,
 ) -> PreparedRequest:
     """A request for what the model makes of texts or of lists of token ids, of the field `how.param`. Raises
     ApiError."""
     items = items_of(given, how.param)
     check_count(how.param, items, options)
     prompts = prompts_of(items, params, engine, how)
-    return ready(engine, prompts, names_of(how.param, len(prompts)), params, caller, answer)
+    return ready(engine, prompts, names_of(how.param, len(prompts)), params, context, answer)
 
 
 def ready(
@@ -237,25 +237,25 @@ def ready(
     prompts: Sequence[Prompt],
     names: Sequence[str],
     params: PoolingParams,
-    caller: Caller,
+    context: PoolingContext,
     answer: Answer,
 ) -> PreparedRequest:
     """names: the prompts' fields, for errors. Raises ApiError."""
-    return PreparedRequest(engine, caller.id, checked(engine, prompts, names, params, caller), answer)
+    return PreparedRequest(engine, context.id, checked(engine, prompts, names, params, context), answer)
 
 
 def checked(
-    engine: Engine, prompts: Sequence[Prompt], names: Sequence[str], params: PoolingParams, caller: Caller
+    engine: Engine, prompts: Sequence[Prompt], names: Sequence[str], params: PoolingParams, context: PoolingContext
 ) -> list[CheckedRequest]:
     """What the engine is asked for, of tokenised prompts. names: the prompts' fields, for errors. Raises ApiError."""
     if params.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
-    adapters, requests = adapters_of(engine, caller.model), list[CheckedRequest]()
+    adapters, requests = adapters_of(engine, context.model), list[CheckedRequest]()
     for index, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
-        prompt.cache_salt, prompt.adapters = caller.salt, adapters
-        id = caller.id if len(prompts) == 1 else f"{caller.id}-{index}"
+        prompt.cache_salt, prompt.adapters = context.salt, adapters
+        id = context.id if len(prompts) == 1 else f"{context.id}-{index}"
         try:
-            requests.append(check_prompt(id, prompt, params, engine.connected, param, priority=caller.priority))
+            requests.append(check_prompt(id, prompt, params, engine.connected, param, priority=context.priority))
         except InvalidRequestError as error:
             raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
     return requests

@@ -18,7 +18,7 @@ from headrace.frontend.http.apis.pooling.embeddings import (
     prepare_embedding,
     prepare_pooling,
 )
-from headrace.frontend.http.apis.pooling.pooled import Caller
+from headrace.frontend.http.apis.pooling.pooled import PoolingContext
 from headrace.frontend.http.apis.pooling.scores import (
     SCORE_NEUTRAL,
     ClassifyRequest,
@@ -77,8 +77,8 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
         if isinstance(request, TeiRerankRequest):
             exchange.error_body = tei_error_body
             with tei_statuses():
-                caller = Caller(f"rerank-{name}", exchange.tenant)
-                return prepare_tei_rerank(request, engine, state.options, caller)
+                context = PoolingContext(f"rerank-{name}", exchange.tenant)
+                return prepare_tei_rerank(request, engine, state.options, context)
         return prepare_rerank(request, engine, state.options, name, exchange.tenant)
 
     await state.generate(exchange, decode, prepare)

@@ -12,15 +12,15 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text
+from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text_length
 from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
-    Caller,
-    How,
     PooledAnswer,
     PooledFields,
+    PoolingContext,
     PoolingUsage,
     Side,
+    TextOptions,
     Write,
     check_count,
     checked,
@@ -219,7 +219,7 @@ def prepare_classify(
     model, id = request.model or engine.names[0], f"classify-{name}"
     _, pooling = pooling_of(engine, model, "classes")
     params = _params(request, "classify", pooling, model)
-    how, labels = How(request.truncation_side, special=request.add_special_tokens is not False), pooling.labels
+    how, labels = TextOptions(request.truncation_side, special=request.add_special_tokens is not False), pooling.labels
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> ClassifyResponse:
         found = []
@@ -229,8 +229,8 @@ def prepare_classify(
             found.append(ClassItem(index, label, probs, len(probs)))
         return ClassifyResponse(id, "list", int(time.time()), model, found, usage)
 
-    caller = Caller(id, cache_salt(request, tenant), request.priority, request.model)
-    return prepare_vectors(request.input, params, engine, options, caller, PooledAnswer(write), how)
+    context = PoolingContext(id, cache_salt(request, tenant), request.priority, request.model)
+    return prepare_vectors(request.input, params, engine, options, context, PooledAnswer(write), how)
 
 
 def _prepared(
@@ -246,11 +246,11 @@ def _prepared(
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "scores")
     params = _params(request, task_of_scores(engine, model), pooling, model)
-    caller = Caller(who[0], cache_salt(request, who[1]), request.priority, request.model)
+    context = PoolingContext(who[0], cache_salt(request, who[1]), request.priority, request.model)
     most = request.max_tokens_per_query, request.max_tokens_per_doc
     pairs = _shortened(pairs, most, engine)
     asked = Pairs(pairs, names, params, request.truncation_side, request.instruction)
-    return prepare_pairs(asked, engine, options, caller, write)
+    return prepare_pairs(asked, engine, options, context, write)
 
 
 def _shortened(
@@ -285,7 +285,7 @@ def prepare_pairs(
     asked: Pairs,
     engine: Engine,
     options: ServeOptions,
-    caller: Caller,
+    context: PoolingContext,
     write: Callable[[Sequence[float], PoolingUsage], msgspec.Struct | list[Any]],
 ) -> PreparedRequest:
     """Scores pairs by the task of their parameters. write: makes the response of their scores. Raises ApiError and
@@ -302,24 +302,24 @@ def prepare_pairs(
         shortened = {text: enough_of(text, kept, client.tokenizer, from_left=side == "left") for text in _texts(pairs)}
         pairs = [(shortened[first], shortened[second]) for first, second in pairs]
     for index, (first, second) in enumerate(pairs):
-        check_text(first, client.tokenizer, most, names[0])
-        check_text(second, client.tokenizer, most, f"{names[1]}[{index}]")
+        check_text_length(first, client.tokenizer, most, names[0])
+        check_text_length(second, client.tokenizer, most, f"{names[1]}[{index}]")
     if params.task == "token_embed":
-        return _late(pairs, asked, engine, caller, write)
+        return _late(pairs, asked, engine, context, write)
     if params.task == "classify":
         prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction)
         of_prompts = [f"{names[1]}[{index}]" for index in range(len(pairs))]
-        return ready(engine, prompts, of_prompts, params, caller, PooledAnswer(_of_values(write)))
+        return ready(engine, prompts, of_prompts, params, context, PooledAnswer(_of_values(write)))
     pooling = welcome.pooling
     assert pooling is not None, "it embeds"
     places = {text: at for at, text in enumerate(_texts(pairs))}
-    prompts = prompts_of(list(places), params, engine, How(side, param=names[1]))
+    prompts = prompts_of(list(places), params, engine, TextOptions(side, param=names[1]))
 
     def of_texts(streams: Sequence[PoolingStream], usage: PoolingUsage) -> Any:
         vectors = [stream.vectors for stream in streams if stream.vectors is not None]
         return write([similarity(pooling, vectors[places[a]], vectors[places[b]]) for a, b in pairs], usage)
 
-    return ready(engine, prompts, [names[1]] * len(prompts), params, caller, PooledAnswer(of_texts))
+    return ready(engine, prompts, [names[1]] * len(prompts), params, context, PooledAnswer(of_texts))
 
 
 def _texts(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -340,7 +340,7 @@ def _late(
     pairs: Sequence[tuple[str, str]],
     asked: Pairs,
     engine: Engine,
-    caller: Caller,
+    context: PoolingContext,
     write: Callable[[Sequence[float], PoolingUsage], Any],
 ) -> PreparedRequest:
     """Late interaction: the queries run first, and each document then brings its query's vectors with it."""
@@ -349,9 +349,9 @@ def _late(
     prompts = late_prompts(queries, asked.params, client, how, QUERY)
     documents = late_prompts([document for _, document in pairs], asked.params, client, how, DOCUMENT)
     of_documents = [f"{asked.names[1]}[{index}]" for index in range(len(pairs))]
-    requests = checked(engine, documents, of_documents, asked.params, caller)
+    requests = checked(engine, documents, of_documents, asked.params, context)
     answer = PooledAnswer(_of_values(write))
-    prepared = ready(engine, prompts, [asked.names[0]] * len(prompts), asked.params, caller, answer)
+    prepared = ready(engine, prompts, [asked.names[0]] * len(prompts), asked.params, context, answer)
 
     def compared(streams: Sequence[RequestStream]) -> Sequence[CheckedRequest]:
         found = [query_vectors(stream.parts[0]) for stream in streams if isinstance(stream, PoolingStream)]

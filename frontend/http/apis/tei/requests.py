@@ -10,19 +10,19 @@ from msgspec import Meta
 
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import check_text
+from headrace.frontend.http.apis.openai.prompts import check_text_length
 from headrace.frontend.http.apis.pooling.embeddings import SparseValue, pairs_of
 from headrace.frontend.http.apis.pooling.pooled import (
-    Caller,
     Dimensions,
     EmptyListError,
-    How,
     Input,
     Model,
     PooledAnswer,
+    PoolingContext,
     PoolingUsage,
     PromptName,
     RequestId,
+    TextOptions,
     Write,
     check_count,
     checked_params,
@@ -137,27 +137,29 @@ class TeiRank(msgspec.Struct, omit_defaults=True):
     text: str | None = None
 
 
-def prepare_embed(request: TeiEmbedRequest, engine: Engine, options: ServeOptions, caller: Caller) -> PreparedRequest:
+def prepare_embed(
+    request: TeiEmbedRequest, engine: Engine, options: ServeOptions, context: PoolingContext
+) -> PreparedRequest:
     of_vectors = {"use_activation": request.normalize is not False, "dimensions": request.dimensions}
-    return _prepared(request, {"task": "embed", **of_vectors}, engine, options, caller, _lists)
+    return _prepared(request, {"task": "embed", **of_vectors}, engine, options, context, _lists)
 
 
 def prepare_embed_all(
-    request: TeiEmbedAllRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: TeiEmbedAllRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest:
     _, pooling = pooling_of(engine, request.model or engine.names[0], "embeddings")
     activates = None if pooling.late_interaction is not None else False
 
-    return _prepared(request, {"task": "token_embed", "use_activation": activates}, engine, options, caller, _lists)
+    return _prepared(request, {"task": "token_embed", "use_activation": activates}, engine, options, context, _lists)
 
 
 def prepare_embed_sparse(
-    request: TeiEmbedSparseRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: TeiEmbedSparseRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest:
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[list[SparseValue]]:
         return [pairs_of(stream.parts[0]) for stream in streams]
 
-    return _prepared(request, {"task": "embed_sparse"}, engine, options, caller, write)
+    return _prepared(request, {"task": "embed_sparse"}, engine, options, context, write)
 
 
 def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
@@ -165,19 +167,24 @@ def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
 
 
 def _prepared(
-    request: TeiInputs, fields: Mapping[str, Any], engine: Engine, options: ServeOptions, caller: Caller, write: Write
+    request: TeiInputs,
+    fields: Mapping[str, Any],
+    engine: Engine,
+    options: ServeOptions,
+    context: PoolingContext,
+    write: Write,
 ) -> PreparedRequest:
     """fields: of PoolingParams, besides those that all these requests have."""
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "embeddings")
     kept, named = request.kept, request.prompt_name
     params = checked_params(pooling, model, truncate_prompt_tokens=kept, prompt_name=named, **fields)
-    how = How(request.side, param="inputs")
-    return prepare_vectors(request.inputs, params, engine, options, caller, PooledAnswer(write), how)
+    how = TextOptions(request.side, param="inputs")
+    return prepare_vectors(request.inputs, params, engine, options, context, PooledAnswer(write), how)
 
 
 def prepare_predict(
-    request: TeiPredictRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: TeiPredictRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest:
     model, (is_batch, inputs) = request.model or engine.names[0], _predicted(request.inputs)
     _, pooling = pooling_of(engine, model, "classes")
@@ -195,7 +202,7 @@ def prepare_predict(
             found.append(sorted(told, key=lambda each: -each.score))
         return found if is_batch else found[0]
 
-    return ready(engine, prompts, names, params, caller, PooledAnswer(write))
+    return ready(engine, prompts, names, params, context, PooledAnswer(write))
 
 
 def _predicted(inputs: Any) -> tuple[bool, list[list[str]]]:
@@ -218,14 +225,16 @@ def _one_or_pair(texts: list[str], params: PoolingParams, engine: Engine, side: 
     if not all(texts):
         raise bad_field(param, f"{param} has an empty text; give at least one token")
     if len(texts) == 1 or client.tokenizer is None:
-        return prompts_of(texts, params, engine, How(side, param=param))
+        return prompts_of(texts, params, engine, TextOptions(side, param=param))
     for text in texts:
-        check_text(text, client.tokenizer, most_encoded(params, client.welcome), param)
+        check_text_length(text, client.tokenizer, most_encoded(params, client.welcome), param)
     kept = most_tokens(how, params, client.welcome)
     return tokenize_pairs([(texts[0], texts[1])], client.tokenizer, client.welcome, kept, how)
 
 
-def prepare_rerank(request: TeiRerankRequest, engine: Engine, options: ServeOptions, caller: Caller) -> PreparedRequest:
+def prepare_rerank(
+    request: TeiRerankRequest, engine: Engine, options: ServeOptions, context: PoolingContext
+) -> PreparedRequest:
     if not request.texts:
         raise EmptyListError("texts", "give at least one text")
     model = request.model or engine.names[0]
@@ -237,11 +246,11 @@ def prepare_rerank(request: TeiRerankRequest, engine: Engine, options: ServeOpti
         return [TeiRank(index, scores[index], request.texts[index] if shows else None) for index in best]
 
     pairs = [(request.query, text) for text in request.texts]
-    return prepare_pairs(Pairs(pairs, ("query", "texts"), params, request.side), engine, options, caller, write)
+    return prepare_pairs(Pairs(pairs, ("query", "texts"), params, request.side), engine, options, context, write)
 
 
 def prepare_similarity(
-    request: TeiSimilarityRequest, engine: Engine, options: ServeOptions, caller: Caller
+    request: TeiSimilarityRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest:
     """A bi-encoder's similarity. The prompt is put before all texts."""
     given = request.parameters or TeiSimilarityParameters()
@@ -259,7 +268,7 @@ def prepare_similarity(
     pairs = [(request.inputs.source_sentence, text) for text in request.inputs.sentences]
     names = ("inputs.source_sentence", "inputs.sentences")
     asked = Pairs(pairs, names, params, side)
-    return prepare_pairs(asked, engine, options, caller, write)
+    return prepare_pairs(asked, engine, options, context, write)
 
 
 def _class_params(task: str, raw_scores: bool | None, kept: int | None, engine: Engine, model: str) -> PoolingParams:

@@ -12,7 +12,7 @@ import msgspec
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
 from headrace.frontend.http.apis.pooling.embeddings import SparseValue
-from headrace.frontend.http.apis.pooling.pooled import Caller, EmptyListError
+from headrace.frontend.http.apis.pooling.pooled import EmptyListError, PoolingContext
 from headrace.frontend.http.apis.tei.requests import (
     TeiEmbedAllRequest,
     TeiEmbedRequest,
@@ -41,7 +41,7 @@ from headrace.frontend.http.server.state import GeneratingRequest, ServerState
 from headrace.ipc.failure import HeadraceError
 
 R = TypeVar("R", bound=GeneratingRequest)
-Prepare = Callable[[Any, Engine, ServeOptions, Caller], PreparedRequest]
+Prepare = Callable[[Any, Engine, ServeOptions, PoolingContext], PreparedRequest]
 
 
 class TeiError(msgspec.Struct):
@@ -85,7 +85,7 @@ async def answer(
     """prepare: from a decoded request to the function that prepares it."""
 
     def prepared(request: Any, engine: Engine, name: str) -> PreparedRequest:
-        return prepare(request)(request, engine, state.options, Caller(f"tei-{name}", exchange.tenant))
+        return prepare(request)(request, engine, state.options, PoolingContext(f"tei-{name}", exchange.tenant))
 
     with statuses():
         await state.generate(exchange, decode, prepared)
