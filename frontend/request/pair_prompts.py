@@ -39,14 +39,12 @@ def scoring_task(welcome: Welcome) -> str:
     return "classify"
 
 
-def paired(first: Any, second: Any, names: tuple[str, str] = ("data_1", "data_2")) -> list[tuple[str, str]]:
+def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
     """The pairs of 1:1, 1:N or N:N texts. Raises InvalidRequestError."""
-    lists = [_texts(each, name) for each, name in zip((first, second), names, strict=True)]
-    one, several = lists
+    one, several = _texts(data_1, "data_1"), _texts(data_2, "data_2")
     if len(one) not in (1, len(several)):
         raise InvalidRequestError(
-            f"Input lengths must be either 1:1, 1:N or N:N; {names[0]} has {len(one)} texts and {names[1]} "
-            f"{len(several)}"
+            f"Input lengths must be either 1:1, 1:N or N:N; data_1 has {len(one)} texts and data_2 {len(several)}"
         )
     return list(zip(one * len(several) if len(one) == 1 else one, several, strict=True))
 

@@ -54,31 +54,9 @@ class RenderedChat(NamedTuple):
     template: str
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    content_format: ContentFormat = "auto",
-) -> str:
-    """The prompt's text. `variables` are further variables for the template, such as bos_token.
-
-    Raises InvalidRequestError for malformed messages, and with the template's own error message when it refuses them.
-    """
-    (text,) = render_chats(
-        template,
-        [messages],
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
-        documents=documents,
-        variables=variables,
-        content_format=content_format,
-    )
+def render_chat(template: str, messages: Sequence[Message], **options: Any) -> str:
+    """The prompt's text of one conversation. options, and what it raises: as `render_chats`."""
+    (text,) = render_chats(template, [messages], **options)
     return text
 
 
@@ -93,7 +71,11 @@ def render_chats(
     variables: Mapping[str, Any] | None = None,
     content_format: ContentFormat = "auto",
 ) -> Iterator[str]:
-    """`render_chat` for several conversations; the next are rendered while the caller works with the first."""
+    """The prompts' texts of conversations; the next are rendered while the caller works with the first. `variables` are
+    further variables for the template, such as bos_token.
+
+    Raises InvalidRequestError for malformed messages, and with the template's own error message when it refuses them.
+    """
     if content_format not in get_args(ContentFormat):
         raise InvalidRequestError(
             f"chat_template_content_format must be auto, string or openai, not {content_format!r:.100}"

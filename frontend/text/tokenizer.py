@@ -326,30 +326,13 @@ class Tokenizer(TransformersNames):
         conversation: Sequence[Message],
         *,
         tokenize: bool = True,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_content_format: ContentFormat = "auto",
-        **variables: Any,
+        return_dict: bool = False,
+        **options: Any,
     ) -> Any:
-        """The prompt for a conversation: token ids, or its text if `tokenize` is False.
-
-        variables: further template variables; `return_dict` is not one, but asks for an Encoding. Raises
-        InvalidRequestError.
+        """The prompt for a conversation: token ids, or its text if `tokenize` is False; return_dict asks for an
+        Encoding. options: as `render_chats`. Raises InvalidRequestError.
         """
-        return_dict = variables.pop("return_dict", False)
-        (text,) = self.render_chats(
-            [conversation],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            tools=tools,
-            documents=documents,
-            chat_template_content_format=chat_template_content_format,
-            **variables,
-        )
+        (text,) = self.render_chats([conversation], **options)
         # The template writes the special tokens itself.
         if not tokenize:
             return text
@@ -367,8 +350,8 @@ class Tokenizer(TransformersNames):
         chat_template_content_format: ContentFormat = "auto",
         **variables: Any,
     ) -> Iterator[str]:
-        """The prompts' texts for several conversations, with the arguments and errors of `apply_chat_template`; the
-        next are rendered while the caller works with the first."""
+        """The prompts' texts for several conversations; the next are rendered while the caller works with the first.
+        variables: further template variables. Raises InvalidRequestError."""
         return render_chats(
             self.get_chat_template(chat_template, tools),
             conversations,

@@ -106,7 +106,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     note(RequestDecoder, "decode", "decode", lambda args: len(args[1]))
     note(RequestDecoder, "decode_one_of", "decode", lambda args: len(args[1]))
     note(prompts, "render_chat", "write", lambda args: len(str(args[1])))
-    note(prompts, "render_chats", "write", lambda args: len(str(args[1])))
     note(Tokenizer, "encode", "tokenise", lambda args: len(args[1]))
     note(Tokenizer, "encode_batch", "tokenise", lambda args: sum(map(len, args[1])))
     note(Tokenizer, "count_tokens", "tokenise", lambda args: len(args[1]))

@@ -238,7 +238,7 @@ def test_events_of_many_outputs_leave_in_shares_and_each_output_has_its_turn(mon
 
 def test_an_answer_in_progress_keeps_no_messages() -> None:
     request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 1000)])
-    engine = types.SimpleNamespace(client=types.SimpleNamespace(tokenizer=None), names=["m"])
+    engine = types.SimpleNamespace(connected=types.SimpleNamespace(tokenizer=None), names=["m"])
     num_held = sys.getrefcount(request)
     answer = ChatAnswer(AnswerContext(request, "r", engine, ServeOptions()))
     assert answer.model == "m"

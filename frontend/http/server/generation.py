@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from headrace.frontend.client.request_stream import RequestListener, RequestStre
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.server.errors import SPELLINGS, ApiError, respelt
+from headrace.frontend.http.server.errors import SPELLINGS, ApiError, renamed, respelt
 from headrace.frontend.http.server.event_stream import EVENTS, TURN_S, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.server.exchange import JSON, Exchange, Headers, send_pieces
 from headrace.frontend.http.server.metrics import Pages
@@ -236,6 +236,15 @@ class PreparedRequest(RequestListener):
         for stream in self.streams:
             meter.on_done(stream)
         self._wake_all()
+
+
+def prepared_as(names: Mapping[str, str], prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
+    """What `prepare` makes, for an API that is served by another API's code: errors have the field names of the body,
+    also later. `names` maps that API's field names to those."""
+    with renamed(names):
+        prepared = prepare()
+    prepared.form_field = names.get(prepared.form_field, prepared.form_field)
+    return prepared
 
 
 class Pace:

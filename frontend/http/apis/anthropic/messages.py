@@ -36,8 +36,8 @@ from headrace.frontend.http.apis.openai.requests import (
 )
 from headrace.frontend.http.apis.responses.items import from_encrypted
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
-from headrace.frontend.http.server.errors import bad_field, renamed
-from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.errors import bad_field
+from headrace.frontend.http.server.generation import PreparedRequest, prepared_as
 from headrace.frontend.http.server.tool_results import readable
 from headrace.frontend.request.parameters.structured_outputs import RETIRED
 from headrace.frontend.text.instructions import ROLES as INSTRUCTING
@@ -433,11 +433,7 @@ def prepare_messages(
         omits_thinking=thinking.is_omitted,
         cached_block_tokens=welcome.block_size if welcome.enable_prefix_caching else 0,
     )
-    with renamed(_OWN_NAMES):
-        prepared = prepare_chat(chat, engine, f"msg_{name}", parts, tenant, make_answer)
-    if prepared.form_field == "response_format":
-        prepared.form_field = "output_config.format"
-    return prepared
+    return prepared_as(_OWN_NAMES, lambda: prepare_chat(chat, engine, f"msg_{name}", parts, tenant, make_answer))
 
 
 def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dict[str, Any] | None]:

@@ -50,10 +50,10 @@ from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
 from headrace.frontend.http.server.engines import engine_for, why_unavailable
-from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
+from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.event_stream import StreamForm
 from headrace.frontend.http.server.exchange import Exchange
-from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.generation import PreparedRequest, prepared_as
 from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSpec, get, post
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.message import call_id
@@ -343,15 +343,13 @@ def _prepare(
     )
     parts = state.of(ChatParts)
     if isinstance(asked, ChatCompletionRequest):
-        with renamed(OWN_NAMES):
-            prepared = prepare_chat(asked, engine, id, parts, exchange.tenant, make_answer)
-    else:
-        with renamed(OWN_NAMES_OF_COMPLETION):
-            # OpenAI's default is 16 tokens; Ollama has no limit.
-            prepared = prepare_completion(asked, engine, id, parts, exchange.tenant, default_max_tokens=None)
-        prepared.answer = make_answer(AnswerContext(asked, id, engine, state.options))
-    if prepared.form_field == "response_format":
-        prepared.form_field = "format"
+        return prepared_as(OWN_NAMES, lambda: prepare_chat(asked, engine, id, parts, exchange.tenant, make_answer))
+    prepared = prepared_as(
+        OWN_NAMES_OF_COMPLETION,
+        # OpenAI's default is 16 tokens; Ollama has no limit.
+        lambda: prepare_completion(asked, engine, id, parts, exchange.tenant, default_max_tokens=None),
+    )
+    prepared.answer = make_answer(AnswerContext(asked, id, engine, state.options))
     return prepared
 
 

@@ -26,7 +26,6 @@ from headrace.frontend.text.chat_template import (
     RenderedChat,
     complete_message,
     render_chat,
-    render_chats,
     text_parts,
 )
 from headrace.frontend.text.instructions import may_move, place_instructions
@@ -267,10 +266,9 @@ class ChatPrompts:
             "content_format": self._content_format,
         }
         plain = list(map(_plain, messages, itertools.count()))
-        if not may_move(plain):
-            (text,) = render_chats(template, [plain], **options)
-            return RenderedChat(text, template)
         render: Callable[[Sequence[Message]], str] = functools.partial(render_chat, template, **options)
+        if not may_move(plain):
+            return RenderedChat(render(plain), template)
         with one_limit():
             return RenderedChat(render(place_instructions(template, plain, render)), template)
 

@@ -34,9 +34,9 @@ from headrace.frontend.http.apis.responses.items import APPROVAL_REQUEST, CUSTOM
 from headrace.frontend.http.apis.responses.run import EventLog, ResponseObject, ResponseRun, TurnAnswer
 from headrace.frontend.http.apis.responses.store import ResponseStore, Stored
 from headrace.frontend.http.apis.responses.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
-from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
+from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import LargeBodies
-from headrace.frontend.http.server.generation import Generator, PreparedRequest
+from headrace.frontend.http.server.generation import Generator, PreparedRequest, prepared_as
 from headrace.frontend.http.server.shared_database import SILENT_S, StoreError
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import QueueFullError
@@ -209,8 +209,10 @@ def _work(
 
     def attempt(kept: list[Item]) -> PreparedRequest | ApiError:
         try:
-            with renamed(OWN_NAMES):
-                return prepare_chat(as_chat(request, kept, tools), engine, name, chat, tenant, TurnAnswer)
+            return prepared_as(
+                OWN_NAMES,
+                lambda: prepare_chat(as_chat(request, kept, tools), engine, name, chat, tenant, TurnAnswer),
+            )
         except ApiError as error:
             if error.body.code != "context_length_exceeded" or request.truncation != "auto":
                 raise

@@ -279,8 +279,6 @@ class ResponseRun:
 
     async def _generate(self, work: PreparedRequest) -> str | None:
         """Runs one prompt to the end of its output. Returns the finish reason."""
-        if work.form_field == "response_format":
-            work.form_field = "text.format"
         async with self._generator.running(work):
             turn = work.answer
             assert isinstance(turn, TurnAnswer), "as `create` makes it"
