@@ -126,20 +126,21 @@ class PreparedRequest(RequestListener):
         self._search: asyncio.Task[list[RequestStream]] | None = None
 
     async def submit(self, pool: EnginePool, pages: Pages) -> None:
-        """Submits the requests in turns with other work. Raises EngineDeadError, QueueFullError."""
+        """Submits the requests, which `streams` stand for from then on, in turns with other work. Raises
+        EngineDeadError, QueueFullError."""
         loop = asyncio.get_running_loop()
         self.error, self.streams = None, []
         self._next = self.then
         self.news, self.ended = loop.create_future(), loop.create_future()
-        client = self.engine.connected
+        client, requests, self.requests = self.engine.connected, self.requests, ()
         if self.selection is not None and self.selection.beams is not None:
-            self._search = asyncio.ensure_future(search(self, self.selection.beams, pool, client))
+            self._search = asyncio.ensure_future(search(self, requests, self.selection, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))
             return
-        pace, count = Pace(), len(self.requests)
+        pace, count = Pace(), len(requests)
         self._num_running = count
         self._pool = pool
-        for request in self.requests:
+        for request in requests:
             self._submit(request, pool)
             if count > 1:
                 await pace.step()
@@ -332,10 +333,15 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._threads, write)
 
     async def complete(self, prepared: PreparedRequest) -> bytes:
-        """Runs a request without a connection and returns its whole answer. Raises ApiError and HeadraceError."""
-        async with self.running(prepared):
-            await prepared.ended
-            return b"".join(await self._whole(prepared))
+        """Runs a request without a connection and returns its whole answer. Raises ApiError and HeadraceError; after
+        QueueFullError it may be called again."""
+        requests = prepared.requests
+        try:
+            async with self.running(prepared):
+                await prepared.ended
+                return b"".join(await self._whole(prepared))
+        finally:
+            prepared.requests = requests
 
     def deadline_s(self) -> float | None:
         """The deadline of a request that begins now (monotonic); None without a limit."""

@@ -63,9 +63,9 @@ def _mean_logprob(sequence: SequenceState) -> float:
 class EngineOfSearch:
     """A `RequestClient` for one request's beam searches, whose steps prefer the engine that caches their prefixes."""
 
-    def __init__(self, request: PreparedRequest, pool: EnginePool, facts: ModelFacts) -> None:
+    def __init__(self, request: PreparedRequest, priority: int, pool: EnginePool, facts: ModelFacts) -> None:
         self.welcome, self.tokenizer = facts.welcome, facts.tokenizer
-        self._pool, self._model, self._priority = pool, request.engine.names[0], request.requests[0].priority
+        self._pool, self._model, self._priority = pool, request.engine.names[0], priority
         self._name = f"{request.id}-{uuid.uuid4().hex}"
         self._affinity = request.affinity if request.affinity != ANYWHERE else Affinity(session=self._name)
 
@@ -77,16 +77,22 @@ class EngineOfSearch:
 
 
 async def search(
-    request: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, facts: ModelFacts
+    prepared: PreparedRequest,
+    requests: Sequence[CheckedRequest],
+    selection: OutputSelection,
+    pool: EnginePool,
+    facts: ModelFacts,
 ) -> list[RequestStream]:
-    """The best sequences for each prompt, as streams that have ended. Raises HeadraceError if a request fails."""
-    assert request.selection is not None, "it asks for the search"
-    prompts = [each.prompt for each in request.requests]
-    found = await beam_search(EngineOfSearch(request, pool, facts), prompts, beams, itertools.count())
-    params = request.requests[0].params.clone()  # with one output for each of the beams that are returned
-    params.n = request.selection.num_outputs
+    """The best sequences for each of the request's prompts, as streams that have ended. Raises HeadraceError if a step
+    fails."""
+    beams, prompts = selection.beams, [each.prompt for each in requests]
+    assert beams is not None, "it asks for the search"
+    steps = EngineOfSearch(prepared, requests[0].priority, pool, facts)
+    found = await beam_search(steps, prompts, beams, itertools.count())
+    params = requests[0].params.clone()  # with one output for each of the beams that are returned
+    params.n = selection.num_outputs
     return [
-        _ended(CheckedRequest(request.id, prompt, params), each, beams, facts.tokenizer)
+        _ended(CheckedRequest(prepared.id, prompt, params), each, beams, facts.tokenizer)
         for prompt, each in zip(prompts, found, strict=True)
     ]
 
