@@ -107,11 +107,8 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         """
         check_arguments("from_engine_args", others)
         loggers = StatLoggers(stat_loggers)
-        if stat_loggers and (vars(engine_args).get("data_parallel_size") or 1) != 1:
-            raise InvalidRequestError(
-                "stat_loggers: not supported with data_parallel_size above 1, as they receive the "
-                "statistics of one engine; leave them out"
-            )
+        if stat_loggers:
+            loggers.check_number(vars(engine_args).get("data_parallel_size") or 1)
         self = cls(**vars(engine_args))
         self._stat_loggers = loggers
         return self

@@ -434,11 +434,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
 
         Raises InvalidRequestError for several engines.
         """
-        if len(self._client.engines) != 1:
-            raise InvalidRequestError(
-                "stat_loggers: not supported with data_parallel_size above 1, as they receive the "
-                "statistics of one engine; leave them out"
-            )
+        loggers.check_number(len(self._client.engines))
         self._stat_loggers = loggers
         self._background.run(loggers.start(self._client, engine_config(self.engine)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 O = TypeVar("O")  # noqa: E741 - vLLM's own name is _O
 
@@ -142,30 +142,29 @@ class ScoringOutput:
         return f"ScoringOutput(score={self.score})"
 
 
-def _all_but_outputs(request_output: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
-    names = ("request_id", "prompt_token_ids", "num_cached_tokens", "finished")
-    return {name: getattr(request_output, name) for name in names}
+class _Converted(PoolingRequestOutput[O]):
+    """A request's outputs in the form of its task, which `_kind` makes."""
 
+    _kind: ClassVar[Any]
 
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    @staticmethod
-    def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-        return ClassificationRequestOutput(
-            outputs=ClassificationOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
+    @classmethod
+    def from_base(cls, request_output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(
+            request_output.request_id,
+            cls._kind.from_base(request_output.outputs),
+            request_output.prompt_token_ids,
+            request_output.num_cached_tokens,
+            request_output.finished,
         )
 
 
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    @staticmethod
-    def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        return ScoringRequestOutput(
-            outputs=ScoringOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
-        )
+class ClassificationRequestOutput(_Converted[ClassificationOutput]):
+    _kind = ClassificationOutput
 
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    @staticmethod
-    def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-        return EmbeddingRequestOutput(
-            outputs=EmbeddingOutput.from_base(request_output.outputs), **_all_but_outputs(request_output)
-        )
+class ScoringRequestOutput(_Converted[ScoringOutput]):
+    _kind = ScoringOutput
+
+
+class EmbeddingRequestOutput(_Converted[EmbeddingOutput]):
+    _kind = EmbeddingOutput

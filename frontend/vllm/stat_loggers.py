@@ -182,6 +182,14 @@ class StatLoggers:
         self._ended: list[RequestStream] = []
         self._last: EngineStats | None = None
 
+    def check_number(self, num_engines: int) -> None:
+        """Raises InvalidRequestError for several engines."""
+        if num_engines != 1:
+            raise InvalidRequestError(
+                "stat_loggers: not supported with data_parallel_size above 1, as they receive the statistics of one "
+                "engine; leave them out"
+            )
+
     async def start(self, client: EnginePool, config: EngineConfig) -> None:
         """Constructs the loggers, and begins to call them."""
         if not self._factories:

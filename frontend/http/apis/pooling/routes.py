@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
-from headrace.frontend.http.apis.pooling.conversations import take_messages
+from headrace.frontend.http.apis.pooling.conversations import TextFields, take_messages
 from headrace.frontend.http.apis.pooling.embeddings import (
     EMBEDDING_NEUTRAL,
     POOLING_NEUTRAL,
@@ -35,36 +37,26 @@ from headrace.frontend.http.apis.tei.requests import TeiRerankRequest
 from headrace.frontend.http.apis.tei.requests import prepare_rerank as prepare_tei_rerank
 from headrace.frontend.http.apis.tei.routes import error_body as tei_error_body
 from headrace.frontend.http.apis.tei.routes import statuses as tei_statuses
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
-from headrace.frontend.http.server.route_spec import GENERATION, Handler, RouteSpec, post
+from headrace.frontend.http.server.route_spec import GENERATION, RouteSpec, post
 from headrace.frontend.http.server.state import ServerState
 
-
-async def embeddings(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: EmbeddingRequest, engine: Engine, name: str) -> PreparedRequest:
-        take_messages(request, engine, state.of(ChatParts).prompts)
-        return prepare_embedding(request, engine, state.options, name, exchange.tenant)
-
-    await state.generate(exchange, lambda body: state.decoder.decode(body, EmbeddingRequest), prepare)
+Prepare = Callable[[Any, Engine, ServeOptions, str, str], PreparedRequest]
+"""Makes what is run of a request, an engine, the server's options, the request's id, and the tenant."""
 
 
-async def pooling(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: PoolingRequest, engine: Engine, name: str) -> PreparedRequest:
-        take_messages(request, engine, state.of(ChatParts).prompts)
-        return prepare_pooling(request, engine, state.options, name, exchange.tenant)
+async def _generate(state: ServerState, exchange: Exchange, *, kind: type[Any], prepare: Prepare) -> None:
+    def prepared(request: Any, engine: Engine, name: str) -> PreparedRequest:
+        if isinstance(request, TextFields):
+            take_messages(request, engine, state.of(ChatParts).prompts)
+        return prepare(request, engine, state.options, name, exchange.tenant)
 
-    await state.generate(exchange, lambda body: state.decoder.decode(body, PoolingRequest), prepare)
-
-
-async def score(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: ScoreRequest, engine: Engine, name: str) -> PreparedRequest:
-        return prepare_score(request, engine, state.options, name, exchange.tenant)
-
-    await state.generate(exchange, lambda body: state.decoder.decode(body, ScoreRequest), prepare)
+    await state.generate(exchange, lambda body: state.decoder.decode(body, kind), prepared)
 
 
 async def rerank(state: ServerState, exchange: Exchange) -> None:
@@ -84,31 +76,35 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
     await state.generate(exchange, decode, prepare)
 
 
-async def classify(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: ClassifyRequest, engine: Engine, name: str) -> PreparedRequest:
-        take_messages(request, engine, state.of(ChatParts).prompts)
-        return prepare_classify(request, engine, state.options, name, exchange.tenant)
-
-    await state.generate(exchange, lambda body: state.decoder.decode(body, ClassifyRequest), prepare)
-
-
-def _post(path: str, handler: Handler, summary: str, request: Any, response: Any) -> RouteSpec:
+def _post(path: str, prepare: Prepare, summary: str, request: Any, response: Any) -> RouteSpec:
+    handler = functools.partial(_generate, kind=request, prepare=prepare)
     return post(path, handler, summary, request, response, GENERATION, access=Access.CLIENT)
 
 
 ROUTES = (
     *(
-        _post(path, embeddings, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse)
+        _post(path, prepare_embedding, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse)
         for path in ("/v1/embeddings", "/embeddings")
     ),
-    _post("/pooling", pooling, "Compute vectors, classes or rewards of texts", PoolingRequest, PoolingResponse),
-    *(_post(path, score, "Score pairs of texts", ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+    _post("/pooling", prepare_pooling, "Compute vectors, classes or rewards of texts", PoolingRequest, PoolingResponse),
     *(
-        _post(path, rerank, "Order documents by relevance to a query", RerankRequest, RerankResponse)
+        _post(path, prepare_score, "Score pairs of texts", ScoreRequest, ScoreResponse)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        post(
+            path,
+            rerank,
+            "Order documents by relevance to a query",
+            RerankRequest,
+            RerankResponse,
+            GENERATION,
+            access=Access.CLIENT,
+        )
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        _post(path, classify, "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
+        _post(path, prepare_classify, "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
         for path in ("/classify", "/v1/classify")
     ),
 )
