@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import socket
@@ -188,6 +189,15 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return "(gone)"
+
+
+@pytest.fixture
+def drafts_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engines of this process: how long steps take here, beside what else the machine does, decides about no
+    draft."""
+    from headrace.core.schedule.drafters import step_costs
+
+    monkeypatch.setattr(step_costs, "SHORTEST_S", math.inf)
 
 
 @pytest.fixture

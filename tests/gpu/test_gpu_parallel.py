@@ -86,6 +86,7 @@ def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_ranks_on_gpus_speculate_with_the_tokens_of_one_process(folder: Path) -> None:
     def answers(**options: Any) -> tuple[list[list[int]], int]:
         prompts = [([7, 8, 9 + index] * 8)[: 9 + 4 * index] for index in range(4)]

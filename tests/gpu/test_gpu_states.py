@@ -107,6 +107,7 @@ def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind
 
 
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}

@@ -65,6 +65,7 @@ def answers(folder: str, params: list[SamplingParams], **options: Any) -> list[t
 
 
 @pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}, {"async_scheduling": False}], ids=str)
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_answers_that_have_a_form_are_those_of_the_cpu(folder: str, more: dict[str, Any]) -> None:
     found = answers(folder, PARAMS, **ON_A_GPU, **more)
     assert found == answers(folder, PARAMS)
@@ -110,6 +111,7 @@ PROCESSED = [
 
 
 @pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["", "with drafts"])
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_logits_processors_change_the_same_on_a_gpu(folder: str, more: dict[str, Any]) -> None:
     found = answers(folder, PROCESSED, logits_processors=PROCESSORS, **ON_A_GPU, **more)
     assert found == answers(folder, PROCESSED, logits_processors=PROCESSORS)

@@ -78,6 +78,7 @@ def expect(llm: LLM, models: PeftModels, lora: LoRARequest | None, prompts: list
         assert found == pytest.approx(wanted.log_softmax(-1).amax(-1).tolist(), abs=1e-3)
 
 
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_of_an_adapters_requests_are_checked_with_it(
     folder: Path, models: PeftModels, loras: list[LoRARequest]
 ) -> None:

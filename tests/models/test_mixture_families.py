@@ -281,6 +281,7 @@ def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folde
 
 
 @pytest.mark.parametrize("name", ["hy_v4", "deepseek_v4"])
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]

@@ -87,6 +87,7 @@ def heard(llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list
         ("opt_projected_post_norm", {}),  # a projection after the table, and learned positions
     ],
 )
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_rows_of_the_table_are_answered_as_tokens_bit_by_bit(folders: Path, name: str, options: Any) -> None:
     folder = checkpoint(folders, name)
     table = table_of(folder)

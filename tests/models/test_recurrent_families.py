@@ -220,6 +220,7 @@ def test_a_state_of_a_declared_type_keeps_it_whatever_the_options_say(folder: Pa
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5", "jamba", "falcon_h1", "minimax", "glm5_next"])
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]

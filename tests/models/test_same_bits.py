@@ -171,6 +171,7 @@ def expect_the_same_bits(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_logits_do_not_depend_on_how_steps_are_planned(
     folder: Path, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,5 +181,6 @@ def test_logits_do_not_depend_on_how_steps_are_planned(
 @pytest.mark.system
 @pytest.mark.parametrize("plan", MANY, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_logits_do_not_depend_on_any_plan(folder: Path, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_the_same_bits(saved(folder, name), plan, monkeypatch)

@@ -87,6 +87,7 @@ def expected(checkpoint: str) -> tuple[list[Any], Any]:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_every_answer_is_the_one_without_speculation(
     checkpoint: str, expected: tuple[list[Any], Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -168,6 +168,7 @@ def asked_of_many() -> tuple[list[str], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.usefixtures("drafts_at_any_cost")
 def test_answers_are_the_same_however_steps_are_made(llm: LLM, folder: str, name: str) -> None:
     prompts, wished = asked_of_many()
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, wished, use_tqdm=False)]
