@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import worker_extension
 from dead_mount import hanging
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 from source_tree import PYTHONPATH
@@ -480,40 +481,11 @@ def tokens_of(llm: LLM) -> list[int]:
     return llm.generate([[5, 6, 7] * 6], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
-def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, ranks):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    with LLM(checkpoints["other"], in_process=True, **MODEL) as llm:
-        expected = tokens_of(llm)
-    with LLM(checkpoints["one"], worker_extension_cls="worker_extension:Obedient", **ranks, **MODEL) as llm:
-        before = tokens_of(llm)
-        assert before != expected
-        with pytest.raises(HeadraceError, match=r"cannot replace those of .*: their configs differ in"):
-            llm.reload_weights(checkpoints["foreign"])
-        with pytest.raises(HeadraceError):
-            llm.reload_weights("/no/such/folder")
-        with pytest.raises(HeadraceError, match="File name too long"):
-            llm.reload_weights("x" * 5000)
-        with pytest.raises(HeadraceError, match=r"config\.json cannot be read as JSON: maximum recursion"):
-            llm.reload_weights(checkpoints["damaged"])
-        assert tokens_of(llm) == before
-        llm.reload_weights(checkpoints["other"])
-        assert tokens_of(llm) == expected  # and nothing of it from the cache of the old ones
-        llm.reload_weights()
-        assert tokens_of(llm) == before
-        answer = {"calls": 1, "executor": "CpuRank", "a": 2}
-        assert llm.call_extension({"a": 2}) == [answer] * ranks.get("tensor_parallel_size", 1)
-        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: told to fail"):
-            llm.call_extension({"fail": True})
-        assert tokens_of(llm) == before
-
-
-class Unsendable:
-    """Gives what no message can hold."""
+class Extension(worker_extension.Obedient):
+    """Gives, asked for nothing, what no message can hold."""
 
     def handle(self, payload: dict[str, Any]) -> dict[str, Any]:
-        return {"number": 2**64, "half a character": "\ud800"}
+        return super().handle(payload) if payload else {"number": 2**64, "half a character": "\ud800"}
 
     def add(self, left: int, right: int) -> int:
         return left + right
@@ -522,21 +494,52 @@ class Unsendable:
         raise ValueError("\udcff")
 
 
-@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
-def test_what_an_extension_gives_and_no_message_can_hold_is_an_error_and_the_engine_serves_on(
-    checkpoints, monkeypatch, ranks
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    with LLM(checkpoints["one"], worker_extension_cls="test_control:Unsendable", **ranks, **MODEL) as llm:
-        before = tokens_of(llm)
-        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: "):
-            llm.call_extension({})
-        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: OverflowError"):
-            llm.collective_rpc("add", args=(2**63, 2**63))
-        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: \\udcff"):
-            llm.collective_rpc("fail")
-        assert tokens_of(llm) == before
+@pytest.fixture(scope="module", params=[{"in_process": True}, {"tensor_parallel_size": 2}], ids=str)
+def extended(checkpoints, request) -> Iterator[tuple[LLM, int]]:
+    """An engine with an extension, and how many workers it has."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        patched.setenv("PYTHONPATH", PYTHONPATH)
+        with LLM(checkpoints["one"], worker_extension_cls="test_control:Extension", **request.param, **MODEL) as llm:
+            yield llm, request.param.get("tensor_parallel_size", 1)
+
+
+def test_weights_are_replaced_whole_or_not_at_all(checkpoints, extended):
+    llm, num_workers = extended
+    with LLM(checkpoints["other"], in_process=True, **MODEL) as other:
+        expected = tokens_of(other)
+    before = tokens_of(llm)
+    assert before != expected
+    with pytest.raises(HeadraceError, match=r"cannot replace those of .*: their configs differ in"):
+        llm.reload_weights(checkpoints["foreign"])
+    with pytest.raises(HeadraceError):
+        llm.reload_weights("/no/such/folder")
+    with pytest.raises(HeadraceError, match="File name too long"):
+        llm.reload_weights("x" * 5000)
+    with pytest.raises(HeadraceError, match=r"config\.json cannot be read as JSON: maximum recursion"):
+        llm.reload_weights(checkpoints["damaged"])
+    assert tokens_of(llm) == before
+    llm.reload_weights(checkpoints["other"])
+    assert tokens_of(llm) == expected  # and nothing of it from the cache of the old ones
+    llm.reload_weights()
+    assert tokens_of(llm) == before
+    answer = {"calls": 1, "executor": "CpuRank", "a": 2}
+    assert llm.call_extension({"a": 2}) == [answer] * num_workers
+    with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: told to fail"):
+        llm.call_extension({"fail": True})
+    assert tokens_of(llm) == before
+
+
+def test_what_an_extension_gives_and_no_message_can_hold_is_an_error_and_the_engine_serves_on(extended):
+    llm, _ = extended
+    before = tokens_of(llm)
+    with pytest.raises(HeadraceError, match=r"the worker extension .* failed: "):
+        llm.call_extension({})
+    with pytest.raises(HeadraceError, match=r"the worker extension .* failed: OverflowError"):
+        llm.collective_rpc("add", args=(2**63, 2**63))
+    with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: \\udcff"):
+        llm.collective_rpc("fail")
+    assert tokens_of(llm) == before
 
 
 class MethodsAlone:
