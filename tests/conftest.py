@@ -64,6 +64,7 @@ LONG_FILES = (
         "bench/test_bench_serve.py",
     ),
     *("sampling/test_grammar_backends.py", "parallel/test_multiproc.py", "simulation/test_fleet_simulation.py"),
+    *("parallel/test_multiproc_failure.py", "parallel/test_shared_experts.py", "simulation/test_recovery.py"),
 )
 """Begun first: if one of them were left for the end, the other processes would wait for it."""
 
