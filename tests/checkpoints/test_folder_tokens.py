@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
+from headrace.executor.checkpoints.tokenizers.tokenizer_keys import TOKEN_FLAGS
 from headrace.frontend.text import tokenizer as frontend
 from headrace.ipc.failure import ModelError
 
@@ -75,6 +76,58 @@ def test_what_tokenizer_json_says_of_a_token_stays(tmp_path: Path) -> None:
     tokenizer.add_tokens([AddedToken("<|tool|>", special=False), AddedToken("<think>", special=False)])
     tokenizer.save(str(path))
     assert_as_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("flag", [*TOKEN_FLAGS, "special"])
+@pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_the_flags_of_a_listed_token_come_before_those_of_tokenizer_json(
+    name: str | None, flag: str, tmp_path: Path
+) -> None:
+    listed = {"320": {"content": "tool", "special": False, **dict.fromkeys(TOKEN_FLAGS, False), flag: True}}
+    path = save_tokenizer(tmp_path, tokenizer_class=name, added_tokens_decoder=listed) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.normalizer = normalizers.Lowercase() if name != "GPT2Tokenizer" else None  # which the class drops
+    tokenizer.add_tokens([AddedToken("tool", special=False, normalized=False)])
+    tokenizer.save(str(path))
+    ours, theirs = frontend.Tokenizer(bundle_of(tmp_path)), auto_tokenizer(tmp_path)
+    for text in ("a tool b", "tools", "a TOOL", "tool tool"):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True), text
+
+
+def test_a_token_with_a_role_is_special(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path, pad_token="<|tool|>") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([AddedToken("<|tool|>", special=False)])
+    tokenizer.save(str(path))
+    ours, theirs = frontend.Tokenizer(bundle_of(tmp_path)), auto_tokenizer(tmp_path)
+    ids = ours.encode("a<|tool|>b")
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("ends", [{}, {"eos_token": "<s>"}, {"bos_token": "<s>"}])
+def test_ends_that_no_file_names_are_those_of_the_class(
+    name: str, ends: dict[str, Any], tmp_path: Path, private_cache: Path
+) -> None:
+    if name.startswith("Llama"):
+        sentencepiece_json(tmp_path, "first")
+    else:
+        save_tokenizer(tmp_path)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": name, **ends})
+    theirs, found = auto_tokenizer(tmp_path), bundle_of(tmp_path).special_tokens
+    assert (found.get("bos_token"), found.get("eos_token")) == (theirs.bos_token, theirs.eos_token)
+    assert end_of_tokenizer(open_folder(tmp_path), Options(model=str(tmp_path))) == theirs.eos_token_id
+
+
+def test_an_end_of_the_class_that_the_vocabulary_lacks_is_none(tmp_path: Path, private_cache: Path) -> None:
+    save_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None)
+    assert bundle_of(tmp_path).special_tokens == {"bos_token": "<s>"}
+    assert end_of_tokenizer(open_folder(tmp_path), Options(model=str(tmp_path))) is None
 
 
 def test_the_older_file_says_less_where_the_config_lists_its_tokens(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_each_key_of_a_tokenizer_config_counts_or_is_known_not_to(folder: Path) 
     config = {**CONFIG, "fast_tokenizer_files": ["tokenizer.json"], "auto_map": {"AutoTokenizer": ["a.B", None]}}
     for place in idle_places(config, read, OTHERS):
         name = str(place[0])
-        if name == "added_tokens_decoder":  # what tokenizer.json has too stays as it is there
+        if name == "added_tokens_decoder":  # special flags of what no text here shows
             assert place[1:2] == ("0",) or place[2:] in (
                 (),
                 ("normalized",),

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.checkpoint import read_optional_json
@@ -32,6 +33,17 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 """Keys with special tokens that have no role: a list of them, or an object that names them."""
 MOST_UNNAMED = 100_000
 """The most ids without a token that are filled before a listed one."""
+_S, _TEXT, _SEP = ("<s>", "</s>"), ("<|endoftext|>", "<|endoftext|>"), ("[CLS]", "[SEP]")
+ENDS_OF_CLASSES: Mapping[str, tuple[str | None, str]] = MappingProxyType(
+    dict.fromkeys(("Llama", "CodeLlama", "XLMRoberta", "Camembert", "Roberta", "MBart", "Barthez", "XLNet"), _S)
+    | dict.fromkeys(("BigBird", "MPNet", "Funnel", "Nougat", "Pegasus"), _S)
+    | dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen", "Whisper"), _TEXT)
+    | dict.fromkeys(("Albert", "Deberta", "DebertaV2"), _SEP)
+    | dict.fromkeys(("T5", "Reformer"), (None, "</s>"))
+    | dict.fromkeys(("Qwen2", "Qwen3_5"), (None, "<|endoftext|>"))
+    | {"Gemma": ("<bos>", "<eos>"), "Cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>")}
+)
+"""bos_token and eos_token of transformers' classes of tokenizers where the files do not name them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Token:
     flags: Mapping[str, bool]
     token_id: int | None = None
     """Where it must stand; None: after the others."""
+    flags_hold: bool = False
+    """Whether its flags come before those that tokenizer.json has for it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,8 @@ class FolderTokens:
     """All special tokens, with a role or without."""
     listed: tuple[Token, ...]
     """Tokens listed with their ids, in order of these."""
+    of_class: Mapping[str, str]
+    """Special tokens by role that no file names and that the tokenizer's class has, where the vocabulary has them."""
 
 
 def folder_tokens(folder: Path, config: Mapping[str, Any]) -> FolderTokens:
@@ -86,23 +102,31 @@ def folder_tokens(folder: Path, config: Mapping[str, Any]) -> FolderTokens:
     else:
         listed = _added(folder, special)
     listed = sorted(listed, key=lambda token: token.token_id or 0)
-    return FolderTokens(
-        folder, {name: token.text for name, token in roles.items()}, tuple(special.values()), tuple(listed)
-    )
+    texts = {name: token.text for name, token in roles.items()}
+    ends = ENDS_OF_CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer"), ())
+    of_class = {
+        role: text
+        for role, text in zip(("bos_token", "eos_token"), ends, strict=False)
+        if text is not None and role not in texts and role not in config
+    }
+    return FolderTokens(folder, texts, tuple(special.values()), tuple(listed), of_class)
 
 
 def completed(data: bytes, tokens: FolderTokens) -> bytes:
-    """A tokenizer.json with the folder's tokens that it lacks. What it has stays as it is.
+    """A tokenizer.json with the folder's tokens that it lacks, and with the flags that the config lists for those that
+    it has. A token with a role is special; one of `EXTRA` is what tokenizer.json says.
 
     Raises ModelError for what the files say, and what the library raises for a tokenizer that is not sound.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(data)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     missing = {token.text: token for token in (*tokens.special, *tokens.listed) if token.text not in known}
     for token in sorted(missing.values(), key=lambda token: (token.token_id is None, token.token_id)):
         _add(tokenizer, token, tokens.folder)
+    changed = _with_other_flags(known, tokens)
+    tokenizer.add_tokens(changed)
     for token in tokens.listed:
         if (found := tokenizer.token_to_id(token.text)) != token.token_id:
             logger.warning(
@@ -110,7 +134,24 @@ def completed(data: bytes, tokens: FolderTokens) -> bytes:
                 tokens.folder, token.text, token.token_id, found,
             )  # fmt: skip
     try_out(tokenizer)
-    return tokenizer.to_str().encode() if missing else data
+    return tokenizer.to_str().encode() if missing or changed else data
+
+
+def _with_other_flags(known: Mapping[str, Any], tokens: FolderTokens) -> list[Any]:
+    """The added tokens of a tokenizer that the folder's other files give other flags. known: by their texts."""
+    from tokenizers import AddedToken
+
+    listed = {token.text: token for token in tokens.listed if token.flags_hold}
+    with_role = set(tokens.roles.values())
+    changed = []
+    for text, token in known.items():
+        other = listed.get(text)
+        special = text in with_role or (token.special if other is None else other.special)
+        flags = {name: getattr(token, name) for name in TOKEN_FLAGS} if other is None else other.flags
+        wanted = AddedToken(text, special=special, **flags)
+        if repr(wanted) != repr(token):
+            changed.append(wanted)
+    return changed
 
 
 def with_listed_flags(data: bytes, config: Mapping[str, Any], tokens: FolderTokens) -> bytes:
@@ -172,7 +213,7 @@ def _decoder(folder: Path, listed: Any) -> list[Token]:
             )
         # Without the flag it is not special, unlike a token with a role.
         given = {"special": False, **{name: each for name, each in value.items() if each is not None}}
-        found.append(_token(folder, f"added_tokens_decoder: {key}", given, token_id=int(key)))
+        found.append(_token(folder, f"added_tokens_decoder: {key}", given, token_id=int(key), flags_hold=True))
     return found
 
 

@@ -97,9 +97,11 @@ def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
         return None
     file = checkpoint.path / "tokenizer.json"
     if not options.tokenizer and options.tokenizer_mode != "mistral" and is_there(file):
-        text = folder_tokens(checkpoint.path, _config(checkpoint.path)).roles.get("eos_token")
+        tokens = folder_tokens(checkpoint.path, _config(checkpoint.path))
+        named, default = tokens.roles.get("eos_token"), tokens.of_class.get("eos_token")
+        text = named if default is None else default
         found = None if text is None else _added_id(read_bytes(file).removeprefix(codecs.BOM_UTF8), text)
-        if text is None or found is not None:
+        if named is None or found is not None:
             return found
     bundle = load_bundle(checkpoint, options)
     assert bundle is not None
@@ -150,7 +152,8 @@ def _fast(folder: Path) -> TokenizerBundle:
         raise
     except Exception as error:  # the library raises plain Exception for every fault
         raise ModelError(f"{path} cannot be read by tokenizers {metadata.version('tokenizers')}: {error}") from error
-    return _bundle(folder, config, data, tokens.roles)
+    of_class = {role: text for role, text in tokens.of_class.items() if _added_id(data, text) is not None}
+    return _bundle(folder, config, data, {**of_class, **tokens.roles})
 
 
 def _bundle(folder: Path, config: Mapping[str, Any], data: bytes, roles: Mapping[str, str]) -> TokenizerBundle:
