@@ -187,6 +187,14 @@ def test_a_rope_factor_scales_as_llama_cpp_reads_it(keys: dict[str, Any], diviso
     torch.testing.assert_close(found, frequencies(altered(tmp_path / "plain.gguf", {})) / divisor)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "apertus"])
+def test_a_file_without_scaling_has_none_where_the_class_of_its_config_has(name: str, tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    header.metadata = {key: value for key, value in header.metadata.items() if ".rope.scaling." not in key}
+    header.tensors = {key: value for key, value in header.tensors.items() if key != "rope_freqs.weight"}
+    assert {rope.kind for rope in spec_of(header).ropes} == {"default"}
+
+
 def test_divisors_of_frequencies_that_follow_no_rule_are_applied_as_they_are(tmp_path: Path) -> None:
     plain = frequencies(altered(tmp_path / "plain.gguf", {}))
     divisors = torch.linspace(1.0, 3.0, len(plain))

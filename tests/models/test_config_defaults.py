@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.executor.models.families import families, spec_from_config
 from headrace.executor.models.families._model_types import MODEL_TYPES
+from headrace.executor.models.sizes import weight_shapes
 from headrace.ipc.failure import HeadraceError
 
-FIELDS = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("routed_scaling_factor", "sliding_window"),
-)
 NAMED = {"iquestcoder": "IQuestCoderForCausalLM"}
 """What folders name, which transformers loads by another family's class."""
-SCALED = {
-    "apertus": "Llama 3's scaling",
-    "cwm": "Llama 3's scaling",
-    "gpt_oss": "YaRN",
-    "olmo3": "one for each kind of layers",
-    "exaone4": "a file without one is not rotated in full layers",
-    "exaone_moe": "a file without one is not rotated in full layers",
-    "olmo_hybrid": "a file without one is not rotated",
-    "minimax_m3_vl_text": "is no model's own default",
-}
-"""Rotations of the classes' defaults that a file must name here, and why."""
+NAMING = ("architectures", "model_type", "vocab_size")
+NOT_ROTATED = {"olmo_hybrid": "a file without a rotation has none, as the models that are published so"}
 
 
 def kinds() -> dict[str, str]:
@@ -62,19 +52,45 @@ def test_most_families_have_defaults_that_are_a_model() -> None:
     assert sum(config_of(kind) is not None for kind in KINDS) > 70
 
 
+def expect_defaults_of_transformers(kind: str, config: dict[str, Any], what: str) -> None:
+    """Of a config that is taken. Where shapes differ, the weights do not fit, which is an error that names them."""
+    try:
+        spec = spec_from_config(config)
+    except HeadraceError:
+        return
+    fields = {name: value for name, value in config.items() if name not in NAMING[:2]}
+    try:
+        whole = AutoConfig.for_model(kind, **copy.deepcopy(fields)).to_dict() | {"architectures": [KINDS[kind]]}
+        expected = spec_from_config(json.loads(json.dumps(whole, default=str)))
+    except (HeadraceError, StrictDataclassError, ValueError, TypeError, AttributeError):
+        return
+    if weight_shapes(spec) == weight_shapes(expected):
+        assert spec == expected, what
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_field_that_is_left_out_has_transformers_default_or_is_asked_for(kind: str) -> None:
     whole = config_of(kind)
     if whole is None:
         pytest.skip("the class has no defaults that are a model")
-    expected = spec_from_config(whole)
-    left_out = [name for name in FIELDS if whole.get(name) is not None]
-    rope = whole.get("rope_parameters") or {}
-    if kind not in SCALED and "rope_theta" in rope:
-        left_out.append("rope_parameters")
-    for name in left_out:
-        try:
-            spec = spec_from_config({key: value for key, value in whole.items() if key != name})
-        except HeadraceError:
-            continue
-        assert spec == expected, name
+    for name in whole.keys() - set(NAMING):
+        if not (name == "rope_parameters" and kind in NOT_ROTATED):
+            expect_defaults_of_transformers(kind, {key: value for key, value in whole.items() if key != name}, name)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - NOT_ROTATED.keys()))
+def test_a_rotation_without_its_base_or_with_null_has_transformers_base(kind: str) -> None:
+    whole = config_of(kind)
+    if whole is None or not isinstance((whole.get("rope_parameters") or {}).get("rope_theta"), float):
+        pytest.skip("the class has no rotation, or one of each kind of layers")
+    if kind == "ministral3":
+        pytest.skip("its family refuses what is not YaRN, or knows the base of its models")
+    rest = {key: value for key, value in whole.items() if key not in ("rope_parameters", "rope_theta")}
+    for name, value in (
+        ("rope_parameters", {"rope_type": "default"}),
+        ("rope_parameters", {"rope_type": "linear", "factor": 4.0}),
+        ("rope_parameters", None),
+        ("rope_scaling", None),
+        ("rope_theta", None),
+    ):
+        expect_defaults_of_transformers(kind, {**rest, name: value}, f"{name}: {value}")

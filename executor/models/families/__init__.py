@@ -130,7 +130,7 @@ def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec
     named = causal_architecture(config) or named_architecture(config)
     family = _family(named)
     try:
-        read = Config({**defaults_of(named, config), **config, "architectures": [named]})
+        read = Config({**config, **defaults_of(named, config), "architectures": [named]})
         read.warns = warns
         spec = family.build(read)
         check_unread(read, family, refuses=family is own_family(named))

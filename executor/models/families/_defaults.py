@@ -32,11 +32,14 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             1e-8: ("Helium",),
         },
         "rope_theta": {
+            10_000.0: ("Exaone4", "ExaoneMoe"),
             100_000.0: ("Helium",),
-            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo"),
-            1_000_000.0: ("SolarOpen",),
-            5_000_000.0: ("MiniMaxM2",),
+            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Olmo3"),
+            1_000_000.0: ("Cwm", "SolarOpen"),
+            5_000_000.0: ("MiniMaxM2", "MiniMaxM3VL"),
+            6_000_000.0: ("BailingHybrid",),
             11_158_840.0: ("HYV3",),
+            12_000_000.0: ("Apertus",),
         },
         "routed_scaling_factor": {
             1.8: ("Glm4MoeLite",),
@@ -46,6 +49,24 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             2.827: ("HYV4",),
             6.0: ("LongcatFlash",),
         },
+        "max_position_embeddings": {
+            4096: ("DeepseekV3",),
+            8192: ("GraniteSWA", "VaultGemma"),
+            32_768: ("AXK1", "MiniCPM3"),
+            131_072: ("Glm", "Glm4", "IQuestCoder", "LongcatFlash", "MiMoV2Flash", "Youtu"),
+            163_840: ("DeepseekV32",),
+            196_608: ("MiniMaxM2",),
+            202_752: ("Glm4MoeLite", "GlmMoeDsa"),
+            262_144: ("HYV4",),
+            524_288: ("MiniMaxM3VL",),
+        },
+        "model_max_length": {262_144: ("BailingHybrid",)},
+        "n_group": {8: ("DeepseekV3",)},
+        "topk_group": {4: ("DeepseekV3",)},
+        "scale_emb": {12: ("MiniCPM3",)},
+        "scale_depth": {1.4: ("MiniCPM3",)},
+        "dim_model_base": {256: ("MiniCPM3",)},
+        "tie_word_embeddings": {True: ("GraniteSWA",)},
         "sliding_window": {
             128: ("GptOss", "GraniteSWA", "GraniteMoeSWA"),
             512: ("Gemma3n", "Gemma4"),
@@ -60,17 +81,45 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """By field and value, the architectures without their ending."""
-_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base")
+_THETA = ("rope_theta", "rotary_emb_base")
+_SECTIONS = ("rope_parameters", "rope_scaling")
+_ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Apertus": {
+            "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+        "Cwm": {
+            "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+        "GptOss": {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    }
+)  # fmt: skip
+"""The scaling of classes whose models all have it, by architecture."""
+
+
+def scales_by_default(architecture: str) -> bool:
+    """Whether a config of the architecture that says nothing of a rotation's scaling has one."""
+    return architecture.removesuffix("ForCausalLM") in _ROPES
 
 
 def defaults_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the config lacks; null is a value, which says that there is none."""
-    if any(name in config for name in _ROTATION):
-        config = {**config, **dict.fromkeys(_ROTATION)}
+    """The fields that the config lacks. null is a value, which says that there is none; but there is no model without a
+    rotation's base, and a scaling that is left out is null in files of other classes."""
     own = architecture.removesuffix("ForCausalLM")
-    return {
-        name: value
-        for name, values in _DEFAULTS.items()
-        for value, architectures in values.items()
-        if name not in config and own in architectures
-    }
+    sections = [config[name] for name in _SECTIONS if isinstance(config.get(name), Mapping) and config[name]]
+    found: dict[str, Any] = {}
+    if not sections and own in _ROPES:
+        found["rope_parameters"] = dict(_ROPES[own])
+        sections = [_ROPES[own]]
+    has_theta = any(section.get(name) is not None for name in _THETA for section in (config, *sections))
+    by_type = any(isinstance(each, Mapping) for section in sections for each in section.values())
+    for name, values in _DEFAULTS.items():
+        given = has_theta or by_type if name == "rope_theta" else name in config
+        if not given:
+            found.update((name, value) for value, architectures in values.items() if own in architectures)
+    return found

@@ -19,6 +19,7 @@ from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL, MIXTURE
 from headrace.executor.checkpoints.sources.gguf.recurrent import RECURRENT
 from headrace.executor.checkpoints.sources.gguf.special_tokens import end_token_ids
 from headrace.executor.models.families._config import MOST
+from headrace.executor.models.families._defaults import scales_by_default
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
@@ -98,6 +99,8 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if scaling := _rope_scaling(fields, config):
         config["rope_scaling"] = scaling
+    elif scales_by_default(architecture.architecture):
+        config["rope_scaling"] = {"rope_type": "default"}
     if architecture.is_mixture and not (architecture.may_be_dense and not fields.integer("expert_count", 0)):
         config |= mixture(fields, config, architecture)
     if architecture.extra is not None:
