@@ -80,11 +80,11 @@ _xgrammar = _library()
 class XGrammarMatcher(Guarded):
     """A `Matcher`."""
 
-    def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
+    def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool, is_text: bool) -> None:
         """is_json: forbid control characters, which JSON does not allow but the library does in strings of bounded
-        length."""
+        length. is_text: forbid special tokens, which the library takes for their texts and answers do not show."""
         self.backend: Backend = backend
-        self.matcher, self._is_json = matcher, is_json
+        self.matcher, self._is_json, self._is_text = matcher, is_json, is_text
         self._vocabulary = backend.vocabulary
         self._last: int | None = None  # the token accepted last
         self._forced: list[int] | None = None  # forced tokens of this state, once computed
@@ -102,7 +102,7 @@ class XGrammarMatcher(Guarded):
     @property
     def forbidden(self) -> Forbidden:
         """Tokens that must not come next, although the library may allow them."""
-        return self._vocabulary.forbidden(self._last, is_json=self._is_json)
+        return self._vocabulary.forbidden(self._last, is_json=self._is_json, is_text=self._is_text)
 
     @property
     def is_complete(self) -> bool:
@@ -137,11 +137,12 @@ class XGrammarMatcher(Guarded):
             self._forced = []
             with self.step():
                 if not self.matcher.is_terminated():
-                    self._forced = self._vocabulary.spell(_forced_text(self.matcher))
+                    self._forced = self._vocabulary.spell(_forced_text(self.matcher), is_text=self._is_text)
         return self._forced
 
     def copy(self) -> XGrammarMatcher:
-        twin = XGrammarMatcher(self.backend, self.matcher.fork(), is_json=self._is_json)  # type: ignore[arg-type]
+        flags = {"is_json": self._is_json, "is_text": self._is_text}
+        twin = XGrammarMatcher(self.backend, self.matcher.fork(), **flags)  # type: ignore[arg-type]
         twin._last = self._last
         return twin
 
@@ -168,7 +169,8 @@ class Forbidden(NamedTuple):
 class TokenTexts:
     """The bytes of a vocabulary's tokens, and masks derived from them."""
 
-    def __init__(self, info: Any, vocab_size: int) -> None:
+    def __init__(self, info: Any, vocab_size: int, special_token_ids: frozenset[int]) -> None:
+        """special_token_ids: of added tokens that have a text and are special."""
         special = {int(each) for each in info.special_token_ids()} | {int(each) for each in info.stop_token_ids()}
         texts = [bytes(each) for each in info.decoded_vocab()]
         self._token_ids = {
@@ -177,40 +179,47 @@ class TokenTexts:
         self.ends = np.zeros(-(-vocab_size // 32), np.int32)
         for token_id in map(int, info.stop_token_ids()):
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._special = special_token_ids
         self._beginnings = {n: text[-1:] for n, text in enumerate(texts) if text.endswith(BEGINNINGS)}
         self._forbidden = {
-            (is_json, after): self._forbidden_of(texts, after, is_json)
+            (is_json, is_text, after): self._forbidden_of(texts, after, is_json, is_text)
             for is_json in (False, True)
+            for is_text in (False, True)
             for after in (b"", *BEGINNINGS)
         }
 
-    def _forbidden_of(self, texts: list[bytes], after: bytes, is_json: bool) -> Forbidden:
+    def _forbidden_of(self, texts: list[bytes], after: bytes, is_json: bool, is_text: bool) -> Forbidden:
         found = frozenset(
             token_id
             for token_id, text in enumerate(texts)
             if NOT_UTF_8.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
-        )
+        ) | (self._special if is_text else frozenset())
         others = np.full_like(self.ends, -1)
         for token_id in found:
             others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         return Forbidden(found, others)
 
-    def forbidden(self, last: int | None, *, is_json: bool) -> Forbidden:
+    def forbidden(self, last: int | None, *, is_json: bool, is_text: bool) -> Forbidden:
         """Tokens that are not UTF-8, alone or after `last`; with is_json also those with control characters other than
-        CR and LF, which JSON never needs."""
-        return self._forbidden[is_json, b"" if last is None else self._beginnings.get(last, b"")]
+        CR and LF, which JSON never needs; with is_text also special ones."""
+        return self._forbidden[is_json, is_text, b"" if last is None else self._beginnings.get(last, b"")]
 
-    def spell(self, data: bytes) -> list[int]:
-        """Divides a text into tokens, always taking the longest: nearly always the tokenizer's result."""
+    def spell(self, data: bytes, *, is_text: bool) -> list[int]:
+        """Divides a text into tokens, always taking the longest: nearly always the tokenizer's result. is_text: without
+        special ones."""
         at, found = 0, list[int]()
         while at < len(data) and len(found) < MOST_FORCED:
             ends = range(min(len(data), at + LONGEST_FORCED), at, -1)
-            end = next((end for end in ends if data[at:end] in self._token_ids), None)
+            end = next((end for end in ends if self._takes(data[at:end], is_text)), None)
             if end is None:
                 break
             found.append(self._token_ids[data[at:end]])
             at = end
         return found
+
+    def _takes(self, text: bytes, is_text: bool) -> bool:
+        token_id = self._token_ids.get(text)
+        return token_id is not None and not (is_text and token_id in self._special)
 
     def has_only_ends(self, matcher: Any) -> bool:
         """Whether only an end-of-sequence token may come next."""
@@ -225,11 +234,14 @@ class XGrammarBackend:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises ValueError if the library cannot read the tokenizer."""
         kind = json.loads(str(_xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer_json)))
-        tokens = _tokens(json.loads(tokenizer_json), vocab_size)
+        tokenizer = json.loads(tokenizer_json)
+        tokens = _tokens(tokenizer, vocab_size)
         info = _xgrammar.TokenizerInfo(
             tokens, kind["vocab_type"], vocab_size, list(eos_token_ids) or None, kind["add_prefix_space"]
         )
-        self.vocabulary = TokenTexts(info, vocab_size)
+        added = (each["id"] for each in tokenizer.get("added_tokens", ()) if each.get("special"))
+        special = {each for each in added if each < vocab_size} - set(eos_token_ids)
+        self.vocabulary = TokenTexts(info, vocab_size, frozenset(special))
         self._is_slow = False
         """Masks that were made in parallel took long: the next ones are made one by one, to find the slow matcher."""
         self._compiler = _xgrammar.GrammarCompiler(info, COMPILER_THREADS, True, CACHE_BYTES)
@@ -249,7 +261,10 @@ class XGrammarBackend:
             raise refusal(wanted, _without_place(str(error))) from None
         matcher = _xgrammar.GrammarMatcher(compiled, None, False, -1, None)
         is_json = wanted.kind in ("json", "json_object", "structural_tag") or _has_json(wanted)
-        return XGrammarMatcher(self, matcher, is_json=is_json)
+        # Grammars of tool calls mean the special tokens whose texts they have.
+        is_text = wanted.kind in ("json", "json_object", "regex", "choice")
+        is_text |= wanted.kind == "grammar" and is_gbnf(wanted.text)
+        return XGrammarMatcher(self, matcher, is_json=is_json, is_text=is_text)
 
     def forget(self) -> None:
         self._compiler.clear_cache()

@@ -304,6 +304,31 @@ def test_no_answer_has_what_utf_8_does_not_have(name: str, kind: str, text: str,
     assert start.num_valid([BYTES[each] for each in "\ud7ff".encode()]) == 3
 
 
+@each_backend
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("json", '{"enum": ["<s>x"]}', '"<s>x"'),
+        ("json", '{"type": "string"}', '"<s>x"'),
+        ("choice", '["<s>x"]', "<s>x"),
+        ("regex", "<s>x", "<s>x"),
+        ("grammar", 'root ::= "<s>x"', "<s>x"),
+    ],
+)
+def test_a_special_token_does_not_stand_for_its_text_in_an_answer(name: str, kind: str, text: str, answer: str) -> None:
+    """Answers do not show it: what a choice says would be lacking."""
+    start, before = compiled(name, kind, text), answer.partition("<")[0]
+    assert all(start.accept(token_id) for token_id in tokens_of(before))
+    forced = start.forced_tokens()
+    assert tiny_models.BOS not in forced
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    BACKENDS[name].fill([(start, 0, [])], mask)
+    assert not mask[0, 0] & (1 << tiny_models.BOS)
+    assert not start.copy().accept(tiny_models.BOS)
+    letters = [token_id for each in "<s>x" for token_id in tokens_of(each)]
+    assert start.num_valid(letters) == len(letters)
+
+
 CLASSES = (r"\d", r"\w", r"[\d-]{2}", r"[-\w]{2}", r"\\\d", r"\[\d")
 COMPLEMENTS = (r"\D", r"\W", r"\S", r"[^\d]", r"[^a\w]{2}", r"[^]\w]", r"[^\s]", r"[^\D]", r"[^\W]", r"[]\d]")
 
