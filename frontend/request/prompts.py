@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict
@@ -332,6 +333,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) or (hasattr(value, "__index__") and elements(value) is None)
 
 
+def _is_token_id(value: Any) -> bool:
+    """Whether it is one whole number of 64 bits: an array may have the method, and a class has its objects'."""
+    try:
+        return not isinstance(value, bool) and abs(operator.index(value)) < 2**63
+    except Exception:  # whatever the value's own method raises
+        return False
+
+
 def _plain_ids(token_ids: Sequence[Any]) -> list[int]:
     """The ids as Python integers (numpy's are accepted). Raises InvalidRequestError for the first that is not one."""
     try:
@@ -340,6 +349,6 @@ def _plain_ids(token_ids: Sequence[Any]) -> list[int]:
         ids = None
     if ids is None or bool in set(map(type, token_ids)):
         for index, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or abs(int(token_id)) >= 2**63:
+            if not _is_token_id(token_id):
                 raise InvalidRequestError(f"prompt_token_ids[{index}] is {token_id!r:.100}, which is no token id")
     return ids or []

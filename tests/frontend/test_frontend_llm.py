@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_core import MAX_MODEL_LEN, Faults, MemoryCore, expected_text, memory_core
 from fake_llm import core, llm
@@ -122,6 +123,8 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
     [
         ("", {}, "the decoder prompt cannot be empty"),
         ([["Hello"]], {}, r"prompt_token_ids\[0\] is 'Hello', which is no token id"),
+        ({"prompt_token_ids": [2, int]}, {}, r"prompt_token_ids\[1\] is <class 'int'>, which is no token id"),
+        ({"prompt_token_ids": [2, np.array([3])]}, {}, r"prompt_token_ids\[1\] is array\(\[3\]\), which is no"),
         ([[]], {}, "the decoder prompt cannot be empty"),
         ([1, -2, 3], {}, r"prompt_token_ids\[1\] is -2, which is out of vocabulary: the model's token ids are 0 to"),
         ([1, 5000, 9999], {}, r"prompt_token_ids\[1\] is 5000, which is out of vocabulary: the model's token ids"),
