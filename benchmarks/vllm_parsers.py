@@ -22,6 +22,10 @@ Of vLLM 0.32, these tests fail, as the formats here differ on purpose:
 - LFM 2 (10 tests): values that are no JSON (sets, nested calls, 007) make a call text here.
 - Gemma 4 (5 tests), DeepSeek V3.2 and V4 (8), Step 3.5 (4), Apertus (1): a call without arguments that can be read is
   text, white space before a call or around reasoning is none, and a lone parameter `arguments` or `input` stays one.
+- Dots (6 tests): a call of a tool that was not given is told, a block that holds no call stays as it was written, a
+  closing marker without a call before it is text, and what may still begin a marker is held until the end of the
+  answer. One test asks for a second delta of a call, and one for an attribute of vLLM's class.
+- MiniMax M3 (2 tests): digits that are no JSON number (018956) stay a string, also where the schema has integers.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ CALLS = {
     "DeepSeekV31ToolParser": "deepseek_v31",
     "DeepSeekV32EngineToolParser": "deepseek_v32",
     "DeepSeekV4EngineToolParser": "deepseek_v4",
+    "DotsToolParser": "dots",
     "Ernie45ToolParser": "ernie45",
     "FunctionGemmaToolParser": "functiongemma",
     "Gemma4EngineToolParser": "gemma4",
@@ -75,6 +80,7 @@ CALLS = {
     "LongcatFlashToolParser": "longcat",
     "MiniCPM5XMLToolParser": "minicpm5",
     "MinimaxM2ToolParser": "minimax_m2",
+    "MinimaxM3ToolParser": "minimax_m3",
     "MistralToolParser": "mistral",
     "Olmo3PythonicToolParser": "olmo3",
     "Phi4MiniJsonToolParser": "phi4_mini_json",
