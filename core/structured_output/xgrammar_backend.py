@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -46,6 +47,8 @@ LONGEST_FORCED = 32
 """Longest token, in bytes, that is tried when forced text is divided into tokens."""
 NOT_UTF_8 = re.compile(rb"\xed[\xa0-\xbf]|\xe0[\x80-\x9f]|\xf0[\x80-\x8f]")
 """First bytes of surrogates and overlong encodings, which the library accepts as characters."""
+CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+"""Characters that JSON never needs: all below the space but CR and LF."""
 BEGINNINGS = (b"\xed", b"\xe0", b"\xf0")
 """The first of those bytes: a token may end with it."""
 
@@ -181,23 +184,19 @@ class TokenTexts:
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._special = special_token_ids
         self._beginnings = {n: text[-1:] for n, text in enumerate(texts) if text.endswith(BEGINNINGS)}
-        self._forbidden = {
-            (is_json, is_text, after): self._forbidden_of(texts, after, is_json, is_text)
-            for is_json in (False, True)
-            for is_text in (False, True)
-            for after in (b"", *BEGINNINGS)
-        }
+        controls = frozenset(token_id for token_id, text in enumerate(texts) if CONTROLS.search(text))
+        self._forbidden = {}
+        for after in (b"", *BEGINNINGS):
+            no_text = frozenset(token_id for token_id, text in enumerate(texts) if NOT_UTF_8.search(after + text))
+            for is_json, is_text in itertools.product((False, True), repeat=2):
+                found = no_text | (controls if is_json else set()) | (special_token_ids if is_text else set())
+                self._forbidden[is_json, is_text, after] = self._forbidding(found)
 
-    def _forbidden_of(self, texts: list[bytes], after: bytes, is_json: bool, is_text: bool) -> Forbidden:
-        found = frozenset(
-            token_id
-            for token_id, text in enumerate(texts)
-            if NOT_UTF_8.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
-        ) | (self._special if is_text else frozenset())
+    def _forbidding(self, token_ids: frozenset[int]) -> Forbidden:
         others = np.full_like(self.ends, -1)
-        for token_id in found:
+        for token_id in token_ids:
             others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-        return Forbidden(found, others)
+        return Forbidden(token_ids, others)
 
     def forbidden(self, last: int | None, *, is_json: bool, is_text: bool) -> Forbidden:
         """Tokens that are not UTF-8, alone or after `last`; with is_json also those with control characters other than
