@@ -127,6 +127,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"CopyArgs", sizeof(CopyArgs)},
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
+      {"LogprobArgs", sizeof(LogprobArgs)},
       {"LatentArgs", sizeof(LatentArgs)},    {"ProgramOp", sizeof(ProgramOp)},
       {"LatentExpandedArgs", sizeof(LatentExpandedArgs)},
       {"StateStepC", sizeof(StateStep)},     {"StateUnitsC", sizeof(StateUnits)},

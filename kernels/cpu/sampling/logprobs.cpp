@@ -1,23 +1,10 @@
 #include <cmath>
 
 #include "sampling/ranking.h"
+#include "sampling/sampling.h"
 
 namespace headrace {
 namespace {
-
-// The arguments of `hr_op_token_logprobs`.
-struct LogprobArgs {
-  const float* logits;  // [num_rows, stride], without NaN
-  int64_t stride;
-  int64_t vocab_size;
-  int64_t num_rows;
-  const int64_t* own;  // [num_rows] a token of each row
-  int64_t num_top;
-  int32_t* token_ids;     // [num_rows, 1 + num_top] the row's own, and the num_top likeliest
-  float* logprobs;        // [num_rows, 1 + num_top]
-  int32_t* ranks;         // [num_rows] of the own one, from 1
-  Candidate* workspace;   // [num_threads, vocab_size]
-};
 
 int64_t count_above(const float* logits, int64_t vocab_size, float value) {
   int64_t count = 0, token = 0;
@@ -53,6 +40,7 @@ using namespace headrace;
 
 HR_EXPORT void hr_op_token_logprobs(const void* raw, const Step&, int thread, int num_threads) {
   const LogprobArgs& args = *static_cast<const LogprobArgs*>(raw);
+  Candidate* candidates = static_cast<Candidate*>(args.workspace);
   const Range mine = split(args.num_rows, thread, num_threads);
-  for (int64_t row = mine.begin; row < mine.end; ++row) report(args, row, args.workspace + thread * args.vocab_size);
+  for (int64_t row = mine.begin; row < mine.end; ++row) report(args, row, candidates + thread * args.vocab_size);
 }

@@ -32,6 +32,20 @@ struct SampleArgs {
   const int32_t* masks;      // [rows, ceil(vocab_size / 32)]: bit t % 32 of word t / 32 is set if token t is allowed
 };
 
+// The arguments of `hr_op_token_logprobs`.
+struct LogprobArgs {
+  const float* logits;  // [num_rows, stride], without NaN
+  int64_t stride;
+  int64_t vocab_size;
+  int64_t num_rows;
+  const int64_t* own;  // [num_rows] a token of each row
+  int64_t num_top;
+  int32_t* token_ids;     // [num_rows, 1 + num_top] the row's own, and the num_top likeliest
+  float* logprobs;        // [num_rows, 1 + num_top]
+  int32_t* ranks;         // [num_rows] of the own one, from 1
+  void* workspace;        // [num_threads, vocab_size] of 8 bytes
+};
+
 void sample(const void* args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace
