@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 from http_server import serving
 from multiproc_parts import HERE, Ranks, bring_up, options
+from patience import wait_until
 from test_multinode import cluster
 
 from headrace import LLM
@@ -22,6 +24,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.process.child import start_engine
 from headrace.core.process.child_output import REST, startup_table
 from headrace.executor.placement.load_turn import turn_to_load
+from headrace.executor.placement.worker_messages import WAIT_FOR_TURN
 from headrace.ipc.failure import EngineStartError, OptionError
 
 PATIENCE_S = (2.0, 20.0, 60.0)
@@ -46,9 +49,19 @@ def most_at_once(log: Path, num_ranks: int) -> int:
 
 @pytest.mark.parametrize(("most", "expected"), [(1, 1), (2, 2), (None, 3)])
 def test_no_more_workers_than_asked_for_load_at_once(most: int | None, expected: int, tmp_path: Path) -> None:
-    with Ranks(in_turns(most, tmp_path / "log", together=expected)) as ranks:
+    asked, others_wait = in_turns(most, tmp_path / "log", together=expected), tmp_path / "others wait"
+    asked = msgspec.structs.replace(asked, hf_overrides={**asked.hf_overrides, "load_until": str(others_wait)})
+
+    def let_them_load() -> None:
+        children = ranks.executor._group.children
+        wait_until(lambda: sum(child.phase == WAIT_FOR_TURN for child in children) == 3 - expected, 30, "all others")
+        others_wait.touch()
+
+    with Ranks(asked) as ranks, ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(let_them_load)
         ranks.bring_up()
-        waited = ["wait for a turn to load" in rank for rank in ranks.executor.ranks_startup_s]
+        watching.result()
+        waited = [WAIT_FOR_TURN in rank for rank in ranks.executor.ranks_startup_s]
     assert most_at_once(tmp_path / "log", 3) == expected
     assert sum(waited) == 3 - expected
 

@@ -43,6 +43,8 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """A file to which each rank writes + when it begins to load, and - when it has."""
     load_together: int = 0
     """How many ranks must have begun before one goes on; it waits half a minute at most."""
+    load_until: str = ""
+    """A file that must be there before one goes on; it waits half a minute at most."""
 
 
 def told_to() -> str:
@@ -149,10 +151,13 @@ class NullRank(Rank):
             with open(self._bad.load_log, "a") as file:  # appends are atomic, so several ranks may write
                 file.write(sign)
             end_s = time.monotonic() + 30.0
-            while (
-                Path(self._bad.load_log).read_text().count("+") < self._bad.load_together and time.monotonic() < end_s
-            ):
+            while not self._may_load() and time.monotonic() < end_s:
                 time.sleep(0.01)
+
+    def _may_load(self) -> bool:
+        told = self._bad
+        began = Path(told.load_log).read_text().count("+")
+        return began >= told.load_together and (not told.load_until or os.path.exists(told.load_until))
 
     def _perhaps(self, phase: str) -> None:
         if (self._bad.rank, self._bad.phase) == (self._place.rank, phase):
