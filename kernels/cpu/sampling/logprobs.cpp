@@ -17,7 +17,7 @@ int64_t count_above(const float* logits, int64_t vocab_size, float value) {
 void report(const LogprobArgs& args, int64_t row, Candidate* found) {
   const Plain values = {args.logits + row * args.stride};
   const float highest = highest_of(values.logits, {0, args.vocab_size}).logit;
-  const double log_total = std::log(total_weight(values, args.vocab_size, highest));
+  const double log_total = std::log(total_weight(values, args.vocab_size, highest, [](Floats, Floats) {}, [] {}));
   const float log_sum = static_cast<float>(static_cast<double>(highest) + log_total);
   const int64_t own = args.own[row], begin = row * (1 + args.num_top);
   const float own_value = values.one(own);

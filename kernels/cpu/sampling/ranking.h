@@ -106,16 +106,20 @@ int64_t first_ranked(const Values& values, int64_t vocab_size, int64_t count, Ca
 }
 
 // The sum of e^(value - first) over the row. Short runs are summed in float and the runs in double, so that errors stay
-// near 2^-24 of a run.
-template <class Values>
-double total_weight(const Values& values, int64_t vocab_size, float first) {
+// near 2^-24 of a run. each(value - first, weight): called for each vector; end_run(): after the vectors of a run.
+template <class Values, class Each, class EndRun>
+double total_weight(const Values& values, int64_t vocab_size, float first, Each each, EndRun end_run) {
   double total = 0.0;
   int64_t token = 0;
   while (token + kLanes <= vocab_size) {
     Floats run = {};
-    for (int step = 0; step < 16 && token + kLanes <= vocab_size; ++step, token += kLanes)
-      run += exponential<true>(values.lanes(token) - first);
+    for (int step = 0; step < 16 && token + kLanes <= vocab_size; ++step, token += kLanes) {
+      const Floats ahead = values.lanes(token) - first, weight = exponential<true>(ahead);
+      run += weight;
+      each(ahead, weight);
+    }
     total += static_cast<double>(sum_of_lanes(run));
+    end_run();
   }
   for (; token < vocab_size; ++token) total += std::exp(static_cast<double>(values.one(token)) - static_cast<double>(first));
   return total;

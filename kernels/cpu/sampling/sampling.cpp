@@ -117,21 +117,23 @@ struct Masses {
   double total, within[kNumGaps];
 };
 
+// `within` is without the last few tokens, so that it is a lower bound.
 Masses masses_of(const Tempered& values, int64_t vocab_size, float first) {
-  Masses found = {total_weight(values, vocab_size, first), {}};
-  int64_t token = 0;
-  while (token + kLanes <= vocab_size) {
-    Floats runs[kNumGaps] = {};
-    for (int step = 0; step < 16 && token + kLanes <= vocab_size; ++step, token += kLanes) {
-      const Floats ahead = values.lanes(token) - first;
-      if (!lanes_above(ahead, all_lanes(-kGaps[kNumGaps - 1]))) continue;
-      const Floats weight = exponential<true>(ahead);
+  Masses found = {};
+  Floats runs[kNumGaps] = {};
+  const auto add = [&](Floats ahead, Floats weight) {
+    if (!lanes_above(ahead, all_lanes(-kGaps[kNumGaps - 1]))) return;
 #pragma GCC unroll 8
-      for (int gap = 0; gap < kNumGaps; ++gap) runs[gap] += choose(ahead > -kGaps[gap], weight, Floats{});
+    for (int gap = 0; gap < kNumGaps; ++gap) runs[gap] += choose(ahead > -kGaps[gap], weight, Floats{});
+  };
+  const auto end_run = [&] {
+    for (int gap = 0; gap < kNumGaps; ++gap) {
+      found.within[gap] += static_cast<double>(sum_of_lanes(runs[gap]));
+      runs[gap] = Floats{};
     }
-    for (int gap = 0; gap < kNumGaps; ++gap) found.within[gap] += static_cast<double>(sum_of_lanes(runs[gap]));
-  }
-  return found;  // without the last few tokens, of which `within` is a lower bound
+  };
+  found.total = total_weight(values, vocab_size, first, add, end_run);
+  return found;
 }
 
 // Moves the fewest tokens that rank first and have this mass to the front of `found`. Returns their number.
