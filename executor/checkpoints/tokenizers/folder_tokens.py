@@ -6,7 +6,6 @@ What holds is as in transformers 5.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -152,18 +151,6 @@ def _with_other_flags(known: Mapping[str, Any], tokens: FolderTokens) -> list[An
         if repr(wanted) != repr(token):
             changed.append(wanted)
     return changed
-
-
-def with_listed_flags(data: bytes, config: Mapping[str, Any], tokens: FolderTokens) -> bytes:
-    """A tokenizer.json that was made of files without flags of tokens, with those in added_tokens_decoder."""
-    if config.get("added_tokens_decoder") is None:
-        return data
-    content = json.loads(data)
-    listed = {token.text: token for token in tokens.listed}
-    for added in content["added_tokens"]:
-        if (token := listed.get(added["content"])) is not None:
-            added |= {"special": token.special, **token.flags}
-    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _add(tokenizer: Any, token: Token, folder: Path) -> None:

@@ -24,7 +24,7 @@ from headrace.executor.checkpoints.sources.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.tokenizers import mistral
 from headrace.executor.checkpoints.tokenizers.converted_tokenizers import WITHOUT, cached_bundle, is_installed
 from headrace.executor.checkpoints.tokenizers.folder_templates import folder_templates
-from headrace.executor.checkpoints.tokenizers.folder_tokens import completed, folder_tokens, with_listed_flags
+from headrace.executor.checkpoints.tokenizers.folder_tokens import completed, folder_tokens
 from headrace.executor.checkpoints.tokenizers.sentencepiece_files import (
     SentencePieceModel,
     check_pieces,
@@ -171,8 +171,8 @@ def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
 
     def convert() -> TokenizerBundle:
         tokens = folder_tokens(folder, config)
-        data = with_listed_flags(tiktoken_json(folder, kind, config), config, tokens)
-        return _bundle(folder, config, completed(data, tokens), tokens.roles)
+        data = completed(tiktoken_json(folder, kind, config), tokens)
+        return _bundle(folder, config, data, tokens.roles)
 
     return cached_bundle(f"tiktoken {_library_versions()} {kind} {_digest(folder, [folder / kind.file])}", convert)
 
@@ -239,7 +239,7 @@ def _of_sentencepiece(folder: Path, config: Mapping[str, Any], model: SentencePi
     tokens = folder_tokens(folder, config)
     roles = {**model.special_tokens, **tokens.roles}
     tokenizer = model.tokenizer(config, {token.token_id: token.text for token in tokens.listed if token.token_id})
-    data = completed(with_listed_flags(tokenizer.to_str().encode(), config, tokens), tokens)
+    data = completed(tokenizer.to_str().encode(), tokens)
     return _bundle(folder, config, _with_ends(data, config, roles), roles)
 
 

@@ -239,6 +239,11 @@ class PreparedRequest(RequestListener):
         self._wake_all()
 
 
+def id_of_prompt(id: str, index: int, count: int) -> str:
+    """The engine's id for one of the prompts of a request: the request's own id where it is the only one."""
+    return id if count == 1 else f"{id}-{index}"
+
+
 def prepared_as(names: Mapping[str, str], prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
     """What `prepare` makes, for an API that is served by another API's code: errors have the field names of the body,
     also later. `names` maps that API's field names to those."""

@@ -125,12 +125,33 @@ double total_weight(const Values& values, int64_t vocab_size, float first, Each 
   return total;
 }
 
+inline bool is_nan(float value) { return value != value; }
+
 struct Highest {
   float logit;  // NaN if the part contains a NaN
   int64_t token;
 };
 
-// The highest logit of a part of a row.
-Highest highest_of(const float* logits, Range part);
+// The highest logit of a part of a row; of equals the first, so parts are merged in rising order of tokens.
+inline Highest highest_of(const float* logits, Range part) {
+  Floats most = all_lanes(-__builtin_inff());
+  Ints strange = {};
+  int64_t i = part.begin;
+  for (; i + kLanes <= part.end; i += kLanes) {
+    const Floats value = load_floats(logits + i);
+    strange |= value != value;
+    most = larger(value, most);
+  }
+  float highest = largest_lane(most);
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) has_nan |= strange[lane] != 0;
+  for (; i < part.end; ++i) {
+    has_nan |= is_nan(logits[i]);
+    if (logits[i] > highest) highest = logits[i];
+  }
+  for (i = part.begin; i < part.end; ++i)
+    if (has_nan ? is_nan(logits[i]) : logits[i] == highest) return {logits[i], i};
+  return {highest, part.begin};  // an empty part
+}
 
 }  // namespace headrace

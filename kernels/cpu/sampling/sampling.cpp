@@ -56,8 +56,6 @@ inline Floats less_than_one(Words first, Words second) {
   return __builtin_convertvector(bits, Floats) * 0x1p-24f;
 }
 
-inline bool is_nan(float value) { return value != value; }
-
 inline void keep_higher(Best& best, Best other) {
   if (other.score > best.score || (other.score == best.score && other.token < best.token)) best = other;
 }
@@ -304,28 +302,6 @@ void choose_kept(const SampleArgs& args, int64_t row, int num_threads) {
 }
 
 }  // namespace
-
-// Parts are merged in rising order of tokens, so that the first of equals is kept.
-Highest highest_of(const float* logits, Range part) {
-  Floats most = all_lanes(-__builtin_inff());
-  Ints strange = {};
-  int64_t i = part.begin;
-  for (; i + kLanes <= part.end; i += kLanes) {
-    const Floats value = load_floats(logits + i);
-    strange |= value != value;
-    most = larger(value, most);
-  }
-  float highest = largest_lane(most);
-  bool has_nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) has_nan |= strange[lane] != 0;
-  for (; i < part.end; ++i) {
-    has_nan |= is_nan(logits[i]);
-    if (logits[i] > highest) highest = logits[i];
-  }
-  for (i = part.begin; i < part.end; ++i)
-    if (has_nan ? is_nan(logits[i]) : logits[i] == highest) return {logits[i], i};
-  return {highest, part.begin};  // an empty part
-}
 
 void sample(const void* raw, const Step& step, int thread, int num_threads) {
   const SampleArgs& args = *static_cast<const SampleArgs*>(raw);

@@ -44,7 +44,7 @@ from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionReq
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import as_api_error, bad_field
-from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.generation import PreparedRequest, id_of_prompt
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.embeds import decoded, placed
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition
@@ -108,7 +108,7 @@ def prepare_completion(
     check_outputs(len(prompts), num_outputs if request.use_beam_search else width, params)
     requests = list[CheckedRequest]()
     for index, prompt in enumerate(prompts):
-        name = id if len(prompts) == 1 else f"{id}-{index}"
+        name = id_of_prompt(id, index, len(prompts))
         if truncate(prompt, params, welcome):
             prompt.text = None
         try:

@@ -15,7 +15,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import JSON, Headers
-from headrace.frontend.http.server.generation import Answer, PreparedRequest
+from headrace.frontend.http.server.generation import Answer, PreparedRequest, id_of_prompt
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
@@ -253,7 +253,7 @@ def checked(
     adapters, requests = adapters_of(engine, context.model), list[CheckedRequest]()
     for index, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
         prompt.cache_salt, prompt.adapters = context.salt, adapters
-        id = context.id if len(prompts) == 1 else f"{context.id}-{index}"
+        id = id_of_prompt(context.id, index, len(prompts))
         try:
             requests.append(check_prompt(id, prompt, params, engine.connected, param, priority=context.priority))
         except InvalidRequestError as error:
