@@ -17,11 +17,11 @@ Of vLLM 0.32, these tests fail, as the formats here differ on purpose:
   answer comes whole (hermes, granite4: 2 tests).
 - White space alone before a call, or before the marker that begins reasoning, is no text (jamba, deepseek_r1: 3 tests).
 - A test of granite's reasoning passes a delta that does not continue the text before it.
-- MiniCPM 5 (23 tests): vLLM guesses tags without their space and names that are like a tool's, and drops calls with
+- MiniCPM 5 (21 tests): vLLM guesses tags without their space and names that are like a tool's, and drops calls with
   arguments that the schema lacks; here the first are text, and the last are told as they are.
 - LFM 2 (10 tests): values that are no JSON (sets, nested calls, 007) make a call text here.
-- Gemma 4 (5 tests), DeepSeek V3.2 and V4 (8), Step 3.5 (4), Apertus (1): a call without arguments that can be read is
-  text, white space before a call or around reasoning is none, and a lone parameter `arguments` or `input` stays one.
+- Gemma 4 (5 tests), DeepSeek V3.2 and V4 (5), Step 3.5 (4), Apertus (1): a call without arguments that can be read is
+  text, and white space before a call or around reasoning is none.
 - Dots (6 tests): a call of a tool that was not given is told, a block that holds no call stays as it was written, a
   closing marker without a call before it is text, and what may still begin a marker is held until the end of the
   answer. One test asks for a second delta of a call, and one for an attribute of vLLM's class.

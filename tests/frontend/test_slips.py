@@ -421,6 +421,47 @@ def test_an_end_of_reasoning_after_a_call_within_it_is_no_content():
     assert (found.content, found.reasoning, len(found.calls)) == ("", "Hm.", 1)
 
 
+WRITTEN = {
+    "deepseek_v32": lambda key, value: dsml("function_calls")([("get_weather", {key: value})]),
+    "minicpm5": lambda key, value: (
+        f'<function name="get_weather"><param name="{key}">{json.dumps(value)}</param></function>'
+    ),
+    "qwen3_xml": lambda key, value: (
+        "<tool_call>\n<function=get_weather>\n"
+        f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n</function>\n</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("key", "value", "arguments"),
+    [
+        ("arguments", PLAIN[1], PLAIN[1]),
+        ("input", PLAIN[1], PLAIN[1]),
+        ("properties", {}, {}),
+        ("arguments", {"town": "Zürich"}, {"arguments": {"town": "Zürich"}}),  # nothing of the tool's
+        ("arguments", [PLAIN[1]], {"arguments": [PLAIN[1]]}),
+        ("place", PLAIN[1], {"place": PLAIN[1]}),
+        ("note", PLAIN[1], {"note": PLAIN[1]}),  # a parameter of the tool's
+    ],
+)
+def test_arguments_written_into_a_parameter_that_the_tool_does_not_have(
+    name: str, key: str, value: Any, arguments: Any
+):
+    answer = WRITTEN[name](key, value)
+    for pieces in ([answer], answer):
+        ((called, said),) = read(name, pieces, tools=TOOLS, reasoning=None).calls
+        assert (called, json.loads(said)) == ("get_weather", arguments)
+
+
+def test_such_a_parameter_is_the_tools_own_where_it_has_it():
+    own = [{"type": "function", "function": {"name": "run", "parameters": {"properties": {"input": {}, "city": {}}}}}]
+    answer = dsml("function_calls")([("run", {"input": {"city": 1}})])
+    ((_, said),) = read("deepseek_v32", answer, tools=own, reasoning=None).calls
+    assert json.loads(said) == {"input": {"city": 1}}
+
+
 @pytest.mark.parametrize(
     ("name", "begin", "end"),
     [

@@ -52,6 +52,8 @@ _NAME_SLIPS = ("tool", "function", "tool_name", "function_name")
 _ARGUMENT_SLIPS = ("args", "input", "params", "kwargs", "tool_input", "arguments", "parameters")
 """Keys that models write for a call's name and arguments instead of the format's. What has them is a call if it names
 one of the request's tools."""
+_AROUND_ARGUMENTS = (*_ARGUMENT_SLIPS, "properties")
+"""Parameters that models write around all arguments of a call whose parameters have markers of their own."""
 
 
 class Spelling(NamedTuple):
@@ -485,6 +487,15 @@ class CallReader(PieceReader):
                 types = types or said_types
                 if not (yield from self._accept_marker(before_value)):
                     raise NoCallError
+            if not said and key in _AROUND_ARGUMENTS and parameters.names and key not in parameters.names:
+                space = yield from self._skip_space()
+                if (yield from self._peek(1)) == "{":
+                    members = yield from self._wrapped_arguments(calls, key, types, parameters.names)
+                    if members:
+                        self._arguments(call, separator + members)
+                        separator = ", "
+                    continue
+                self._text = space + self._text
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
             others = parameters.names - said
@@ -533,6 +544,20 @@ class CallReader(PieceReader):
                 yield from self._skip_space()
                 return frozenset(["string"] if type_ == "string" else ["object", "number"])
         return frozenset[str]()
+
+    def _wrapped_arguments(self, calls: CallFormat, key: str, types: frozenset[str], names: Set[str]) -> Reads:
+        """Reads an object that is the value of a parameter which the tool does not have, as models write the arguments
+        themselves into one. Returns its members or, if they are not the tool's parameters, the parameter as one."""
+        parts: list[str] = []
+        if "string" not in types:
+            yield from self._nest(parts.append)
+        yield from self._until_end_of_value(calls, names, parts.append)
+        text = "".join(parts)
+        said = as_json(text.strip(SPACE))
+        value = json.loads(said)
+        if isinstance(value, dict) and value.keys() <= names:
+            return said[1:-1].strip(SPACE)
+        return f"{as_text(key)}: {as_text(text) if 'string' in types else said}"
 
     def _xml_value(self, call: int, calls: CallFormat, types: frozenset[str], others: Set[str]) -> Reads:
         """Emits a string while it arrives, without the line breaks around it; other values once they are complete. A
