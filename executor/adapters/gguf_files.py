@@ -38,7 +38,9 @@ PAIR = re.compile(r"(.+)\.lora_([ab])")
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "chatglm": ("GlmForCausalLM",),
-        "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        "deepseek2": (
+            *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"),
+        ),
         "granitehybrid": ("BambaForCausalLM",),
         "llama": ("MistralForCausalLM", "MistralConsolidated", "MixtralForCausalLM", "InternLM3ForCausalLM"),
         "mamba": ("FalconMambaForCausalLM",),
@@ -136,6 +138,8 @@ def _modules(header: GGUFHeader, spec: ArchSpec) -> dict[str, AdapterModule]:
     a, b = GGUFWeights(header.path, of_a, {}, False), GGUFWeights(header.path, own, _permuted(header, spec), False)
     found = dict[str, AdapterModule]()
     for name in own:
+        if any(re.search(each, name) for each in spec.names.ignorable):
+            continue  # as RWKV-7's first layer, for which the converter repeats another matrix
         module, _, kind = name.rpartition(".")
         if kind != "weight":
             raise ModelError(f"the adapter {header.path} has factors for {printable(name)}, which is no matrix")
