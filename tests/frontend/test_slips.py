@@ -421,6 +421,36 @@ def test_an_end_of_reasoning_after_a_call_within_it_is_no_content():
     assert (found.content, found.reasoning, len(found.calls)) == ("", "Hm.", 1)
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("city='Zürich', days=03", PLAIN[1]),
+        ("city='007', days=-05", {"city": "007", "days": -5}),
+        ("note={'b', 'a', {'c'}}", {"note": ["b", "a", ["c"]]}),
+        ("note=[{'x': {1}}, 010, '01']", {"note": [{"x": [1]}, 10, "01"]}),
+        ("note=0.50", {"note": 0.5}),
+        ("note=0x10", {"note": 16}),
+        ("city='sed -n '360,450p' a.py'", {"city": "sed -n '360,450p' a.py"}),
+        ("city='awk -F',' '{print}' a', days=3", {"city": "awk -F',' '{print}' a", "days": 3}),
+        ("city='x (a='b')' , days=3", {"city": "x (a='b')", "days": 3}),
+        (
+            """city='python3 -c "print(f(3, m='\\,'))"', days=3""",
+            {"city": """python3 -c "print(f(3, m='\\,'))\"""", "days": 3},
+        ),
+        ("city='it's', days=3", {"city": "it's", "days": 3}),
+        ("city='Zü' 'rich', days=3", PLAIN[1]),
+        ("city='Zürich' , days=3 , ", PLAIN[1]),
+    ],
+)
+@pytest.mark.parametrize("name", ["pythonic", "lfm2", "olmo3"])
+def test_python_that_is_not_quite(name: str, written: str, arguments: dict[str, Any]):
+    around = {"lfm2": "<|tool_call_start|>[{}]<|tool_call_end|>", "olmo3": "<function_calls>\n{}\n</function_calls>"}
+    answer = around.get(name, "[{}]").replace("{}", f"get_weather({written})")
+    for pieces in ([answer], answer):
+        ((called, said),) = read(name, pieces, tools=TOOLS, reasoning=None).calls
+        assert (called, json.loads(said)) == ("get_weather", arguments)
+
+
 WRITTEN = {
     "deepseek_v32": lambda key, value: dsml("function_calls")([("get_weather", {key: value})]),
     "minicpm5": lambda key, value: (

@@ -61,6 +61,8 @@ _LONGEST_ESCAPE = len("ud83d\\ude00")
 READ_AT_ONCE = 2048
 """Most characters added to the text at a time: taking from its beginning copies the rest, so it must stay short."""
 _LONGEST_SCALAR = 4096
+_ARGUMENT, _ARGUMENT_BEGUN = re.compile(r"[^\W\d]\w*\s*="), re.compile(r"[^\W\d]\w*\s*")
+"""The name of an argument of a Python call, and the beginning of it."""
 LONGEST_NAME = 300
 """Most characters that are held back as the name of a call or a parameter."""
 
@@ -394,8 +396,14 @@ class PieceReader:
             if (yield from self._peek(3)) == quote * 3:
                 quote *= 3
             self._take(len(quote))
-            ends = make_markers((quote, "\\"))
-            while (stop := (yield from self._until_end_of_text(ends, give))) == "\\":
+            ends, joins = make_markers((quote, "\\")), True
+            while (stop := (yield from self._until_end_of_text(ends, give))) is not None:
+                if stop == quote:
+                    if len(quote) == 3 or (yield from self._ends_python_text(joins=joins)):
+                        break
+                    give(within_text(quote))
+                    joins = False
+                    continue
                 yield from self._peek(1)
                 if run := _SHORT_ESCAPES.match(self._text):
                     give("".join(map(python_short_escape, self._take(run.end())[::2])))
@@ -408,6 +416,23 @@ class PieceReader:
             if stop is None:
                 raise NoCallError
             yield from self._skip_space()
+
+    def _ends_python_text(self, *, joins: bool) -> Reads:
+        """Whether a quote ends its string, by what follows: models do not escape all quotes within commands. joins:
+        another string may follow, as Python joins strings in a row."""
+        while True:
+            rest = self._text.lstrip(SPACE)
+            lead, after = rest[:1], rest[1:] if rest[:1] == ")" else rest[1:].lstrip(SPACE)
+            is_decided = lead not in ",)" or (after and (lead == ")" or not _ARGUMENT_BEGUN.fullmatch(after)))
+            if (lead and is_decided) or self._ended or len(self._text) > LONGEST_NAME:
+                break
+            yield
+        if lead == ",":
+            is_cut = self._ended and _ARGUMENT_BEGUN.fullmatch(after)
+            return bool(not after or is_cut or after[0] == ")" or _ARGUMENT.match(after))
+        if lead == ")":
+            return not after.startswith((")", "'", '"'))
+        return not lead or (joins and lead in "\"'")
 
     def _python_value(self) -> Reads:
         """Takes a Python literal up to the comma or parenthesis after it, and returns it as JSON."""

@@ -22,6 +22,8 @@ _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 
 
 _ID = re.compile(r"[\w.:\-]{1,64}")
+_LEADING_ZEROS = re.compile(r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?<![\w.])0+(?=\d)""", re.DOTALL)
+"""Of whole numbers, which Python refuses; and strings, in which they stay."""
 _HALF = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 
@@ -131,14 +133,26 @@ def nest_as_json(text: str) -> str:
 
 
 def python_as_json(text: str) -> str:
-    """A Python literal as JSON; also takes JSON, since models confuse the two. Raises NoCallError."""
+    """A Python literal as JSON; also takes JSON, since models confuse the two. A set is a list, and a number may begin
+    with zeros. Raises NoCallError."""
     text = text.strip()
-    for read in (ast.literal_eval, json.loads):
+    for read in (_python_literal, json.loads):
         try:
             return without_halves(json.dumps(read(text), ensure_ascii=False, allow_nan=False))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     raise NoCallError
+
+
+def _python_literal(text: str) -> Any:
+    tree = ast.parse(_LEADING_ZEROS.sub(lambda found: found["string"] or "", text), mode="eval")
+    for each in ast.walk(tree):
+        for name, inner in ast.iter_fields(each):
+            if isinstance(inner, ast.Set):
+                setattr(each, name, ast.List(inner.elts, ast.Load()))
+            elif isinstance(inner, list):
+                inner[:] = [ast.List(one.elts, ast.Load()) if isinstance(one, ast.Set) else one for one in inner]
+    return ast.literal_eval(tree)
 
 
 def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: str, other: str) -> str:
