@@ -95,7 +95,7 @@ async def one_round(llm: AsyncLLM, index: int, num_streams: int, number: signal.
     engine = pool.engines[index % 2]
     routes = [pool.route_of(each.request_id) for each in streams]
     lost = [n for n, route in enumerate(routes) if route.member is not None and route.member.facts.name == engine.name]
-    victim = psutil.Process(engine.source.pid)  # type: ignore[attr-defined]
+    victim = psutil.Process(engine.process.pid)
     sent_s = time.monotonic()
     victim.send_signal(number)
     moved_s: dict[int, float] = {}

@@ -124,7 +124,7 @@ async def router_share(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in ("place", "end", "tick", "heard", "load", "refused"):
             watch.wrap(pool.router, name)
         watch.wrap(pool, "_tick")
-        engine = psutil.Process(pool.engines[0].source.pid)  # type: ignore[attr-defined]
+        engine = psutil.Process(pool.engines[0].process.pid)
 
         async def stream(number: int) -> None:
             prompt = Prompt(token_ids=[5 + (number + each) % 90 for each in range(PROMPT_TOKENS)])

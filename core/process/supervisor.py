@@ -1,28 +1,34 @@
-"""Keeps children running: engines, HTTP processes and coordinators, each in a place of a table.
+"""Keeps a child program running: starts it, and another in its place when it dies, as often as its restarts allow.
 
-All that happens to them is an event in one queue, which one thread reads:
-
-    start --> ChildReady --> ChildEnded --replace--> a pause --> StartDue --start--> ...
+Its owner's event loop has all of it: the parent of HTTP processes follows each of its children with `keep`, and a pool
+of engines, which connects to them as well, calls `start` by itself. What blocks runs in threads of its own.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import signal
+import asyncio
+import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
-from headrace.core.process.child import Child
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
-from headrace.ipc.messages import Ready
 
-LONG_LIFE_S = 60.0
-"""A child that dies after it has served this long is replaced as if it were the first."""
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.core.process.child import OnExit, OnProgress, OnTokenizer
+    from headrace.ipc.messages import Ready
+
+STABLE_AFTER_S = 60.0
+"""A child that dies after it has served for this long is replaced as if it were the first."""
+_MOST_DOUBLINGS = 30
+T = TypeVar("T")
 
 
 class Restarts(msgspec.Struct, frozen=True):
@@ -33,147 +39,212 @@ class Restarts(msgspec.Struct, frozen=True):
     longest_pause_s: float = 30.0
 
 
-class Place:
-    """A row of a table: its current child, which another replaces when it dies."""
+class SupervisedChild(Protocol):
+    """A `Child`, or an object with the same interface."""
 
-    def __init__(self, name: str, restarts: Restarts, launch: Callable[[], Child], child: Child | None = None) -> None:
-        """name: the process in a failure. launch: starts a child; may raise HeadraceError. child: the first one, if it
-        has been started already."""
-        self.name, self.restarts, self.launch, self.child = name, restarts, launch, child
-        self.is_ready = False
-        self.stopped_since_s: float | None = None
-        """When it was first seen stopped by a signal."""
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def runs(self) -> bool:
+        """As `alive`, but asks the system."""
+        ...
+
+    @property
+    def ready(self) -> Ready | None: ...
+    @property
+    def weights_path(self) -> str:
+        """Where an engine's weights come from; empty: from its own model."""
+        ...
+
+    @property
+    def keys(self) -> Path | None:
+        """The key file for its address, if it is not the one that HEADRACE_KEYS names."""
+        ...
+
+    def wait_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        on_tokenizer: OnTokenizer | None = None,
+    ) -> Ready: ...
+    def on_exit(self, callback: OnExit) -> None: ...
+    def ask_to_stop(self, deadline_s: float) -> None: ...
+    def stop(self, deadline_s: float = 5.0) -> None: ...
+    def kill(self) -> None: ...
+    def left(self) -> None:
+        """It has ended as it was asked to, and will not be replaced. Does not wait."""
+
+    def make_way(self) -> None:
+        """As `kill`, to make room for a replacement."""
+        ...
+
+
+C = TypeVar("C", bound=SupervisedChild)
+
+
+class Supervised(Generic[C]):
+    """A child, and those that replace it one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[str], C],
+        restarts: Restarts,
+        child: C | None = None,
+        *,
+        weights_path: str = "",
+    ) -> None:
+        """name: the process in a failure. launch: starts a child, with an engine's weights of a path, in any thread;
+        may raise HeadraceError. child: the first one, if it has been started already; else its weights are of
+        `weights_path`."""
+        self.name, self.child = name, child
+        self._launch, self._restarts, self._weights_path = launch, restarts, weights_path
+        self._is_used = False
+        """`start` has been called."""
+        self._is_due = False
+        """The pause before another start goes on, or that start."""
+        self._ready_s: float | None = None
+        """When the current child became ready (monotonic seconds)."""
         self.num_replaced = 0
-        """In a row, without a long life in between."""
-        self.began_s = time.monotonic()
+        """In a row, without one in between that was stable."""
+        self.is_leaving = False
+        """It was asked to end, and none replaces it."""
+        self.on_progress: OnProgress | None = None
+        """Called with the progress of a start, on another thread."""
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called before each replacement is started."""
+        self.on_launch: Callable[[], None] = lambda: None
+        """Called when there is a new child, which is not ready yet."""
+
+    @property
+    def pid(self) -> int:
+        """Of the current child; 0 before there is one."""
+        return 0 if self.child is None else self.child.pid
+
+    @property
+    def weights_path(self) -> str:
+        """Where an engine's weights come from; empty: from its own model."""
+        return self._weights_path if self.child is None else self.child.weights_path
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready_s is not None and self.child is not None and self.child.alive
 
     @property
     def runs(self) -> bool:
-        """It is ready and has not ended, also where the news of its end are still to come."""
+        """It is ready, and its process has not ended, also where nothing has noticed its end yet."""
         return self.is_ready and self.child is not None and self.child.runs
 
     @property
-    def has_been_ready(self) -> bool:
-        """Its child, or one before it, also where the news of that are still to come."""
-        return self.num_replaced > 0 or (self.child is not None and self.child.was_ready)
+    def comes_back(self) -> bool:
+        """Another child is about to replace it, or would do so if it ended now."""
+        return not self.is_leaving and (self._is_due or self._num_in_row < self._restarts.most)
 
+    @property
+    def _num_in_row(self) -> int:
+        is_stable = self._ready_s is not None and time.monotonic() - self._ready_s > STABLE_AFTER_S
+        return 0 if is_stable else self.num_replaced
 
-class ChildReady(msgspec.Struct, frozen=True):
-    place: Any  # a Place
-    child: Child
-    """Which of those that have this place one after another."""
-    ready: Ready
+    async def start(self, on_tokenizer: OnTokenizer | None = None) -> Ready:
+        """Waits until the first child is ready, or replaces the one that there was, which is ended if it still lives.
 
-
-class ChildEnded(msgspec.Struct, frozen=True):
-    """It has ended without being asked to, or could not be started."""
-
-    place: Any
-    child: Child | None
-    failure: Failure
-
-
-class StartDue(msgspec.Struct, frozen=True):
-    """The pause before the next start is over."""
-
-    place: Any
-    child: Child | None
-    """The one that has ended."""
-
-
-class Stopped(msgspec.Struct, frozen=True):
-    """All children that were asked to stop have ended."""
-
-
-class Supervisor:
-    """`events` has what happens to the children, and what else its owner puts there."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def start(self, place: Place) -> None:
-        """Starts a child. If that fails, ChildEnded follows, as it does for one that dies while it starts."""
-        place.is_ready, place.stopped_since_s, place.began_s = False, None, time.monotonic()
+        on_tokenizer: called with an engine's tokenizer, on another thread. Raises HeadraceError if the child cannot be
+        started or does not become ready.
+        """
         try:
-            place.child = place.launch()
-        except HeadraceError as error:  # a model's files may be back later
-            self.events.put(ChildEnded(place, place.child, Failure.of(error, process=place.name, phase="start")))
-        else:
-            self.watch(place)
+            if self.child is None or self._is_used:
+                await self._replace()
+            self._is_used = True
+            assert self.child is not None, "it was launched"
+            wait = partial(self.child.wait_ready, on_progress=self.on_progress, on_tokenizer=on_tokenizer)
+            ready = await in_thread(wait)
+            self._ready_s = time.monotonic()
+            return ready
+        finally:
+            self._is_due = False
 
-    def watch(self, place: Place, on_phase: Callable[[str], None] = lambda phase: None) -> None:
-        """Puts ChildReady into the queue and, when the child ends or its start fails, ChildEnded."""
-        child = place.child
-        assert child is not None, "it has been started"
+    async def _replace(self) -> None:
+        weights_path = self._weights_path
+        if (before := self.child) is not None:
+            weights_path = await in_thread(lambda: before.weights_path)
+            # A lost connection does not mean that it died: a process that lives would keep its weights and cache.
+            await in_thread(before.make_way)
+            if before.alive:
+                raise EngineStartError(f"{self.name} (pid {before.pid}) does not end, so no other is started")
+            self.on_restart()
+        launching = in_thread(lambda: self._launch(weights_path))
+        try:
+            self.child = await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            self.child = await launching  # so that `stop` ends it
+            raise
+        self.on_launch()
 
-        def ended(failure: Failure) -> None:
-            self.events.put(ChildEnded(place, child, failure))
+    def pause_s(self) -> float:
+        """Call once it has ended or could not be started, before it is started again: how long to wait. Doubles each
+        time."""
+        pause_s = self._restarts.first_pause_s * 2 ** min(self._num_in_row, _MOST_DOUBLINGS)
+        self.num_replaced = self._num_in_row + 1
+        self._ready_s, self._is_due = None, True
+        return min(pause_s, self._restarts.longest_pause_s)
 
-        def watch() -> None:
+    async def keep(self, on_ready: Callable[[Ready], None], on_end: Callable[[Failure], bool]) -> None:
+        """Starts it again whenever it ends without having been asked to, until `on_end` returns False."""
+        while True:
             try:
-                ready = child.wait_ready(on_progress=lambda progress: on_phase(progress.phase))
-            except EngineStartError as error:
-                ended(Failure.of(error, process=child.name, phase="start"))
+                ready = await self.start()
+            except HeadraceError as error:  # a model's files may be back later
+                failure = Failure.of(error, process=self.name, phase="start")
             else:
-                self.events.put(ChildReady(place, child, ready))
-                child.on_exit(ended)
+                on_ready(ready)
+                failure = await self._until_ended()
+            if not on_end(failure):
+                return
+            await asyncio.sleep(self.pause_s())
 
-        threading.Thread(target=watch, name=f"start-{child.name}", daemon=True).start()
+    async def _until_ended(self) -> Failure:
+        assert self.child is not None, "it is ready"
+        ended: concurrent.futures.Future[Failure] = concurrent.futures.Future()
 
-    def replace(self, place: Place) -> bool:
-        """Whether a child that has ended will be replaced: at StartDue, after a pause that doubles each time."""
-        if place.is_ready and time.monotonic() - place.began_s > LONG_LIFE_S:
-            place.num_replaced = 0
-        place.is_ready, place.stopped_since_s = False, None
-        if place.num_replaced >= place.restarts.most:
-            return False
-        pause_s = min(place.restarts.first_pause_s * 2**place.num_replaced, place.restarts.longest_pause_s)
-        place.num_replaced += 1
-        timer = threading.Timer(pause_s, self.events.put, (StartDue(place, place.child),))
-        timer.daemon = True
-        timer.start()
-        return True
+        def settle(failure: Failure) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+                ended.set_result(failure)
 
-    def drain(self, place: Place, deadline_s: float) -> None:
-        """Lets the child finish its requests and end, within `deadline_s`; ChildEnded follows."""
-        child = place.child
-        assert child is not None, "it runs"
+        self.child.on_exit(settle)
+        return await asyncio.wrap_future(ended)
 
-        def drain() -> None:
-            child.stop(deadline_s)
-            self.events.put(ChildEnded(place, child, Failure(message="it was drained", type="Drained")))
+    async def drain(self, deadline_s: float) -> None:
+        """Has the child take no more work, finish what it has within `deadline_s` and end, and none replace it. Does
+        not wait for that."""
+        self.is_leaving = True
+        if self.child is not None:
+            await in_thread(partial(self.child.ask_to_stop, deadline_s))
 
-        threading.Thread(target=drain, name=f"drain-{child.name}", daemon=True).start()
-
-    def ask_to_stop(self, children: Sequence[Child], deadline_s: float) -> None:
-        """Stops them at the same time; Stopped follows once all have ended."""
-        stops = stop_at_once(children, deadline_s)
-
-        def report_end() -> None:
-            for stop in stops:
-                stop.join()
-            self.events.put(Stopped())
-
-        threading.Thread(target=report_end, daemon=True).start()
+    def stop(self, deadline_s: float) -> None:
+        """Ends the child, which may finish its work within `deadline_s`. Blocks, and may be called again, from any
+        thread."""
+        if self.child is None:
+            return
+        if self.child.ready is None:  # while it starts it cannot receive requests to stop, nor has work to lose
+            self.child.kill()
+        else:
+            self.child.stop(deadline_s)
 
 
-def stop_at_once(children: Iterable[Child], deadline_s: float) -> list[threading.Thread]:
-    """Stops children at the same time, each in a thread that ends with it."""
-    stops = [threading.Thread(target=child.stop, args=(deadline_s,), daemon=True) for child in children]
-    for stop in stops:
-        stop.start()
-    return stops
+def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Begins `call` in a daemon thread of its own, since it may take for hours: `asyncio.to_thread` has few threads for
+    all, and a program that ends would wait for them."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(call())
+        except BaseException as error:  # raised where it is awaited
+            done.set_exception(error)
 
-def newly_stopped(places: Iterable[Place], most_s: float) -> Iterator[tuple[Place, Child]]:
-    """The children that a signal or a debugger has stopped, each once; one that stays so for `most_s` is killed."""
-    now_s = time.monotonic()
-    for place in places:
-        child = place.child
-        if child is None or not child.alive or not child.is_stopped:
-            place.stopped_since_s = None
-        elif place.stopped_since_s is None:
-            place.stopped_since_s = now_s
-            yield place, child
-        elif now_s - place.stopped_since_s > most_s:
-            os.kill(child.pid, signal.SIGKILL)  # ChildEnded follows
+    threading.Thread(target=run, name="supervisor", daemon=True).start()
+    return asyncio.wrap_future(done)

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.client.client import CoreClient, CoreListener
-from headrace.frontend.fleet.sources import Source
+from headrace.frontend.fleet.sources import Owned, Source
 from headrace.ipc.adapters import AdapterInfo
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 if TYPE_CHECKING:
+    from headrace.core.process.supervisor import Supervised
     from headrace.frontend.client.request_stream import RequestStream
     from headrace.frontend.fleet.pool import EnginePool
 
@@ -65,6 +66,12 @@ class Engine(CoreListener):
     def has_ended(self) -> bool:
         """For good: it is not connected, and nothing tries to connect it again."""
         return self.client is None and (self.task is None or self.task.done())
+
+    @property
+    def process(self) -> Supervised[Any]:
+        """Of an own engine."""
+        assert isinstance(self.source, Owned), "this program starts it"
+        return self.source.process
 
     @property
     def is_foreign(self) -> bool:

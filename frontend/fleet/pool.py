@@ -25,15 +25,12 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.requests import RoutedRequests
 from headrace.frontend.fleet.router import Router
-from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
+from headrace.frontend.fleet.sources import Source
 from headrace.ipc.failure import EngineDeadError, Failure, let_interrupts_pass
 from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
-_RETRY_LONGEST_S = 30.0
-_ATTACH_RETRY_LONGEST_S = 2.0
-"""For an engine that someone else runs: trying to connect to it costs little."""
 _LASTING = (
     "AddressError",
     "KeyFileError",
@@ -224,7 +221,6 @@ class EnginePool(RoutedRequests):
 
     async def _keep(self, engine: Engine) -> None:
         """Keeps one engine connected for as long as its source provides it."""
-        delay_s = 0.0
         while True:
             began_s = time.monotonic()
             start_error: BaseException | None = None
@@ -254,10 +250,7 @@ class EnginePool(RoutedRequests):
             )
             if fails_start or engine.source.is_gone or not engine.source.comes_back:
                 break
-            stable = time.monotonic() - began_s > STABLE_AFTER_S
-            longest_s = _ATTACH_RETRY_LONGEST_S if engine.is_foreign else _RETRY_LONGEST_S
-            delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), longest_s) if delay_s else 0.1
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(engine.source.pause_s(time.monotonic() - began_s))
         # At the start, one engine that fails is fatal; later, only the death of the last one is.
         others = [each for each in self.engines if each is not engine]
         if fails_start or (self._discovery is None and all(each.has_ended for each in others)):

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from headrace.core.process.supervisor import Restarts, Supervised, SupervisedChild
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.tokenizers_in_advance import read_in_advance
 from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import Ready
 from headrace.ipc.transport.sockets import is_ipv6
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.core.engine.engine import EngineThread
-    from headrace.core.process.child import OnExit, OnProgress, OnTokenizer
+    from headrace.core.process.child import OnProgress
 
-STABLE_AFTER_S = 60.0
-"""An engine that served for this long before it died is restarted without delay."""
+_FIRST_PAUSE_S, _SECOND_PAUSE_S = 0.1, 1.0
+_STABLE_AFTER_S = 60.0
+"""After a connection that lasted this long the next is tried without a pause."""
 
 
 class Source:
@@ -49,12 +46,24 @@ class Source:
 
     on_progress: OnProgress | None = None
     """Called with the progress of the start of an own engine, on another thread."""
+    longest_pause_s = 30.0
+    _pause_s = 0.0
     waits_alone = False
     """Whether requests wait a while for its return also where there is no other engine."""
 
     async def open(self) -> CoreClient:
         """Connects to the engine, waiting until it is ready. Raises HeadraceError if it cannot become ready."""
         raise NotImplementedError
+
+    def pause_s(self, tried_s: float) -> float:
+        """How long to wait before the next `open`, as there is no connection any more: longer each time. tried_s: since
+        the call of the last one."""
+        if tried_s > _STABLE_AFTER_S:
+            self._pause_s = 0.0
+        else:
+            again_s = min(max(_SECOND_PAUSE_S, 2 * self._pause_s), self.longest_pause_s)
+            self._pause_s = again_s if self._pause_s else _FIRST_PAUSE_S
+        return self._pause_s
 
     async def close(self, deadline_s: float) -> None:
         """`stop`, without blocking the loop."""
@@ -107,6 +116,9 @@ class Connected(Source):
 class Attached(Source):
     """An engine that someone else runs, who may restart it at its address, or resume it if it was stopped."""
 
+    longest_pause_s = 2.0
+    """Trying to connect costs little."""
+
     def __init__(
         self,
         address: str,
@@ -140,51 +152,11 @@ class Reconnecting(Attached):
 class Discovered(Attached):
     """An engine that a coordinator reported. If it does not answer, it is retried until it is removed."""
 
+    longest_pause_s = 30.0
+
     @property
     def is_awaited(self) -> bool:
         return True
-
-
-class EngineChild(Protocol):
-    """A `Child`, or an object with the same interface."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def runs(self) -> bool:
-        """As `alive`, but asks the system."""
-        ...
-
-    @property
-    def ready(self) -> Ready | None: ...
-    @property
-    def weights_path(self) -> str:
-        """Where its weights come from; empty: from its own model."""
-        ...
-
-    @property
-    def keys(self) -> Path | None:
-        """The key file for its address, if it is not the one that HEADRACE_KEYS names."""
-        ...
-
-    def wait_ready(
-        self,
-        timeout_s: float | None = None,
-        on_progress: OnProgress | None = None,
-        on_tokenizer: OnTokenizer | None = None,
-    ) -> Ready: ...
-    def on_exit(self, callback: OnExit) -> None: ...
-    def ask_to_stop(self, deadline_s: float) -> None: ...
-    def stop(self, deadline_s: float = 5.0) -> None: ...
-    def kill(self) -> None: ...
-    def left(self) -> None:
-        """It has ended as it was asked to, and will not be replaced. Does not wait."""
-
-    def make_way(self) -> None:
-        """As `kill`, to make room for a replacement."""
-        ...
 
 
 class Owned(Source):
@@ -194,37 +166,26 @@ class Owned(Source):
     is_own = True
 
     def __init__(
-        self, start: Callable[[str], EngineChild], first: EngineChild, *, restarts: int, rank: int | None = None
+        self,
+        start: Callable[[str], SupervisedChild],
+        first: SupervisedChild | None = None,
+        *,
+        restarts: int,
+        rank: int | None = None,
+        weights_path: str = "",
     ) -> None:
-        """`first` is running already; `start` starts a replacement, with weights of a path, up to `restarts` times in a
-        row."""
+        """`start` starts the engine, with weights of a path, and replaces it up to `restarts` times in a row. first:
+        its process, if it is running already; else it gets weights of `weights_path`."""
         self.rank = rank
-        self._start, self._child = start, first
-        self._used = False
-        self._restarts = self._restarts_left = restarts
-        self._ready_s = math.inf
+        self.process: Supervised[SupervisedChild] = Supervised(
+            "engine-core", start, Restarts(restarts), first, weights_path=weights_path
+        )
         self.address = ""
         self.on_ready: Callable[[Ready], None] = lambda ready: None
-        self.on_restart: Callable[[], None] = lambda: None
-        """Called before each restart."""
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def weights_path(self) -> str:
-        """Where the engine's weights come from; empty: from its own model."""
-        return self._child.weights_path
-
-    @property
-    def runs(self) -> bool:
-        """Whether its process has not ended, also where nothing has noticed its end yet."""
-        return self._child.runs
 
     @property
     def comes_back(self) -> bool:
-        return self._restarts_left > 0 or (self._restarts > 0 and self._was_stable)
+        return self.process.comes_back
 
     @property
     def is_awaited(self) -> bool:
@@ -232,53 +193,29 @@ class Owned(Source):
 
     def left(self) -> None:
         self.is_gone = True
-        self._child.left()
+        if self.process.child is not None:
+            self.process.child.left()
 
-    @property
-    def _was_stable(self) -> bool:
-        return time.monotonic() - self._ready_s > STABLE_AFTER_S
+    def pause_s(self, tried_s: float) -> float:
+        return self.process.pause_s()
 
     async def open(self) -> CoreClient:
-        if self._used:
-            self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
-            self._ready_s = math.inf
-            weights_path = await asyncio.to_thread(lambda: self.weights_path)
-            # A lost connection does not mean that it died: a process that lives would keep its weights and cache.
-            await asyncio.to_thread(self._child.make_way)
-            if self._child.alive:
-                raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
-            self.on_restart()
-            starting = asyncio.ensure_future(asyncio.to_thread(self._start, weights_path))
-            try:
-                self._child = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                self._child = await starting  # so that `close` ends it
-                raise
-        self._used = True
-        ready = await asyncio.to_thread(
-            self._child.wait_ready, on_progress=self.on_progress, on_tokenizer=read_in_advance
-        )
+        self.process.on_progress = self.on_progress
+        ready = await self.process.start(read_in_advance)
+        child = self.process.child
+        assert child is not None, "it is ready"
         self.on_ready(ready)
         self.address = ready.address
-        keys = self._child.keys
-        transport = ZmqTransport(ready.address, ready.peer_timeout_s, keys=None if keys is None else str(keys))
-        client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S)
+        keys = None if child.keys is None else str(child.keys)
+        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s, keys=keys), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
-        self._ready_s = time.monotonic()
-        self._child.on_exit(client.fail_threadsafe)
+        child.on_exit(client.fail_threadsafe)
         return client
 
-    def drain(self, deadline_s: float) -> None:
-        """Makes the engine refuse new requests, finish the current ones and exit. It is not restarted."""
-        self._restarts = self._restarts_left = 0
-        self._child.ask_to_stop(deadline_s)
-
     def ask_to_stop(self, deadline_s: float) -> None:
-        if self._child.ready is not None:
-            self._child.ask_to_stop(deadline_s)
+        child = self.process.child
+        if child is not None and child.ready is not None:
+            child.ask_to_stop(deadline_s)
 
     def stop(self, deadline_s: float) -> None:
-        if self._child.ready is None:  # while it loads a model it cannot receive requests to stop, nor lose any
-            self._child.kill()
-        else:
-            self._child.stop(deadline_s)
+        self.process.stop(deadline_s)

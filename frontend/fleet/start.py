@@ -12,10 +12,11 @@ from headrace.ipc.failure import OptionError
 
 if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
     from headrace.core.options.engine_options import Options
+    from headrace.core.process.supervisor import SupervisedChild
     from headrace.frontend.client.request_metrics import Meters
     from headrace.frontend.fleet.decisions import RouterOptions
     from headrace.frontend.fleet.pool import EnginePool
-    from headrace.frontend.fleet.sources import EngineChild, Owned
+    from headrace.frontend.fleet.sources import Owned
 
 RESTARTS = 10
 """How often in a row a dead engine is restarted, if there are several: the others do its work meanwhile."""
@@ -49,7 +50,7 @@ def with_meeting(options: Options) -> Options:
 
 def start_ranks(
     options: Options, ranks: Sequence[int] | None = None, new_address: Callable[[], str] = lambda: ""
-) -> list[EngineChild]:
+) -> list[SupervisedChild]:
     """Starts all engines of data_parallel_size, or those of `ranks`; they divide this machine among them.
 
     new_address: returns the address for each to listen at; "" lets the engine choose. Raises OptionError for options
@@ -73,7 +74,7 @@ def start_ranks(
         return [fleet.start(rank) for rank in range(options.data_parallel_size)]
     from headrace.core.process.child import start_engine
 
-    children: list[EngineChild] = []
+    children: list[SupervisedChild] = []
     try:
         for rank in range(options.data_parallel_size) if ranks is None else ranks:
             children.append(start_engine(of_rank(options, rank), new_address()))
@@ -106,14 +107,17 @@ def of_rank(options: Options, rank: int) -> Options:
 
 
 def owned_ranks(
-    options: Options, children: Sequence[EngineChild], restarts: int | None = None, ranks: Sequence[int] | None = None
+    options: Options,
+    children: Sequence[SupervisedChild],
+    restarts: int | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[Owned]:
     """The sources of started engines; each restarts its engine under the same rank, by default if there are others."""
     from headrace.core.process.child import start_engine
     from headrace.core.process.ray_engines import RayEngine
     from headrace.frontend.fleet.sources import Owned
 
-    def starter(rank: int, first: EngineChild) -> Callable[[str], EngineChild]:
+    def starter(rank: int, first: SupervisedChild) -> Callable[[str], SupervisedChild]:
         if isinstance(first, RayEngine):
             return first.again
         return lambda weights_path: start_engine(of_rank(options, rank), weights_path=weights_path)

@@ -64,7 +64,7 @@ def test_ray_ends_with_the_client_though_an_engine_has_left_before(caplog: pytes
     import ray
 
     with LLM("null", data_parallel_size=2, **NULL) as llm:
-        llm._background.call_soon(llm._client.engines[0].source.drain, 5.0)  # type: ignore[attr-defined]
+        llm._background.run(llm._client.engines[0].process.drain(5.0))
         wait_until(lambda: "left, as it was asked to" in caplog.text, 30, "that it has left")
         assert ray.is_initialized()
     assert not ray.is_initialized()

@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,12 +17,12 @@ import pytest
 import tiny_models
 from http_server import Server, metric, serving
 from null_with_tokenizer import LATE, MISSABLE
-from patience import wait_until
+from patience import wait_until, within
 from test_serve_fleet import engines_of, stream, undisturbed
+from test_supervisor import SERVES
 
 from headrace.core.options.parsing import parse_options
 from headrace.core.process.child import Child
-from headrace.core.process.supervisor import ChildEnded, Supervisor
 from headrace.frontend.cli.main import main
 from headrace.frontend.fleet import scaling
 from headrace.frontend.fleet.directory import FORGET_AFTER_S
@@ -30,9 +30,9 @@ from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
 from headrace.frontend.fleet.start import of_rank
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
-from headrace.frontend.http.process.supervisor import Signal, _Engine, _Service
+from headrace.frontend.http.process.supervisor import _Engine, _Service
 from headrace.ipc.coordination import LEASE_S
-from headrace.ipc.failure import EngineStartError, OptionError
+from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import SCHEMA_HASH, Start
 from headrace.ipc.process.host import HostMemory, usable_cores
 from headrace.ipc.process.proc import anonymous_bytes
@@ -83,16 +83,13 @@ def test_more_engines_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scaling, "host_memory", lambda: HostMemory(8 * own_bytes, int(2.5 * own_bytes)))
     monkeypatch.setattr(scaling, "usable_cores", lambda: 64)
 
-    class Client:
-        welcome = SimpleNamespace(pid=os.getpid())
-
-    pool = SimpleNamespace(engines=[SimpleNamespace(client=Client(), usable=True)])
+    pids = [os.getpid()]
     for size, num_at_start in ((1, 1), (3, 1), (9, 9)):
-        asyncio.run(scaling.check_room(size, pool, num_at_start))
+        asyncio.run(scaling.check_room(size, pids, num_at_start))
     with pytest.raises(OptionError, match=r"size is 4; 3 more engines take .* GB of memory.* this machine has"):
-        asyncio.run(scaling.check_room(4, pool, 1))
+        asyncio.run(scaling.check_room(4, pids, 1))
     with pytest.raises(OptionError, match=r"the 64 cores of this machine take at most 256 engines"):
-        asyncio.run(scaling.check_room(257, pool, 1))
+        asyncio.run(scaling.check_room(257, pids, 1))
 
 
 def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,37 +409,36 @@ def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
         server.close()
 
 
-SERVES = """
-import sys
-from headrace.ipc.messages import Ready, Start, Stop
-from headrace.ipc.transport.channel import Channel
-from headrace.ipc.wait import Deadline
-channel = Channel.inherited(int(sys.argv[1]), Start | Stop)
-channel.receive(Deadline(30.0))
-channel.send(Ready(address="ipc:///nowhere", startup_s={}))
-channel.receive(Deadline(None))
-"""
-
-
 def test_a_death_whose_news_come_before_those_of_another_engines_start_ends_no_server() -> None:
-    """Clients may have requests at an engine whose Ready has come and that no thread of the parent has looked at."""
+    """Clients may have requests at an engine whose Ready has come and that nothing in the parent has looked at."""
     options = parse_options(model="null", data_parallel_size=2, coordinator=("tcp://127.0.0.1:9",))
     start = Start(schema_hash=SCHEMA_HASH, options={}, bind="")
     serving, dead = Child("engine-core", ["-c", SERVES], start), Child("engine-core", ["-c", "exit(3)"], start)
-    keepers = [_Engine(of_rank(options, rank), 0, child) for rank, child in enumerate((serving, dead))]
-    supervisor = Supervisor()
-    service = _Service(ServeOptions(), keepers, supervisor, options, 1, None, Ranks(range(2)))
+    engines = [_Engine(of_rank(options, rank), 0, child) for rank, child in enumerate((serving, dead))]
+
+    async def hear_of_the_death_first() -> int:
+        service = _Service(ServeOptions(), engines, options, 1, None, Ranks(range(2)))
+        try:
+            running = asyncio.create_task(service.run())
+            await asyncio.sleep(0)
+            engines[0].keeping.cancel()  # so that nobody here learns that it is ready
+            await wait_for(lambda: engines[1].is_over or running.done())
+            service.stop()
+            return await running
+        finally:
+            service.close()
+
     try:
         serving.wait_ready(30)
-        with pytest.raises(EngineStartError) as ended:
-            dead.wait_ready(30)
-        assert ended.value.failure is not None
-        supervisor.events.put(ChildEnded(keepers[1], dead, ended.value.failure))
-        supervisor.events.put(Signal(signal.SIGTERM))
-        assert service.run() == 0
+        assert asyncio.run(hear_of_the_death_first()) == 0
     finally:
-        service.close()
         serving.kill()
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(within(30)):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def _health(server: Server) -> int:

@@ -34,6 +34,7 @@ from server_here import process_unchanged
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.scaling import EngineScaler, PoolEngines, Scaler
 from headrace.frontend.http.process import server as server_process
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
@@ -132,15 +133,6 @@ def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
         assert asyncio.run(asyncio.wait_for(server.run([ParentEngine(lambda lost: None)]), within(10.0))) == 0
 
 
-class OfPool:
-    """A scaler that is not asked for anything: the server tells it of its pool."""
-
-    pool: EnginePool | None = None
-
-    async def scale(self, size: int, drain_timeout_s: float) -> None:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("others_serve", [False, True])
 def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engines(
     others_serve: bool, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +141,12 @@ def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engine
     it gets no connections before."""
     monkeypatch.setattr(server_process, "MEETS_WITHIN_S", 600.0)  # the looks of a busy machine take longer than 5 s
     engines = [EngineThread(parse_options(model="null", distributed_executor_backend=BACKEND)) for _ in range(2)]
-    holder, ready = OfPool(), asyncio.Event()
+    pools: list[EnginePool] = []
+    ready = asyncio.Event()
+
+    def keep_pool(pool: EnginePool) -> Scaler:
+        pools.append(pool)
+        return EngineScaler(PoolEngines(pool, 0), parse_options(model="null"))
 
     async def serve(server: HttpServer, url: str) -> None:
         async def listens() -> bool:
@@ -167,13 +164,14 @@ def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engine
             return False
 
         running = asyncio.create_task(server.run([Session(engines[0])]))
-        while holder.pool is None:
+        while not pools:
             await asyncio.sleep(0.01)
-        await asyncio.wait_for(holder.pool.started.wait(), within(30.0))
+        (pool,) = pools
+        await asyncio.wait_for(pool.started.wait(), within(30.0))
         assert not await is_early()  # it is still to be told
         server.num_met = 2
         assert not await is_early()
-        holder.pool.add(Session(engines[1]))
+        pool.add(Session(engines[1]))
         await asyncio.wait_for(ready.wait(), within(30.0))
         while not await listens():
             await asyncio.sleep(0.01)
@@ -184,7 +182,7 @@ def test_one_http_process_of_several_is_ready_once_it_is_connected_to_all_engine
     try:
         with listen(options) as sock, process_unchanged():
             server = HttpServer(options, sock, Pages())
-            server.on_ready, server.scaler = ready.set, holder
+            server.on_ready, server.scaler_of = ready.set, keep_pool
             server.num_met, server.others_serve = None, others_serve
             asyncio.run(serve(server, url_of(options, sock)))
     finally:

@@ -39,7 +39,7 @@ from headrace.ipc.transport.keys import use_own_keys
 from headrace.ipc.transport.sockets import is_loopback
 
 if TYPE_CHECKING:  # what speaks with an engine is imported while it starts
-    from headrace.frontend.fleet.sources import EngineChild
+    from headrace.core.process.supervisor import SupervisedChild
 
 
 class PhaseLog:
@@ -127,7 +127,7 @@ def _launch(engine_options: Options, options: ServeOptions) -> int:
         logging.getLogger(__name__).warning("%s", warning)
     _warn_of_open_secrets(options)
     phases = PhaseLog("read options", process_began_s())
-    children: list[EngineChild] = []
+    children: list[SupervisedChild] = []
     coordinator: Child | None = None
     ranks = Ranks(range(0))
     if not options.engine and not engine_options.coordinator:
@@ -191,13 +191,13 @@ def _ready_at(coordinator: Child, ranks: Ranks) -> str:
 def _serve_here(
     engine_options: Options,
     options: ServeOptions,
-    children: Sequence[EngineChild],
+    children: Sequence[SupervisedChild],
     phases: PhaseLog,
     ranks: Ranks,
 ) -> int:
     """Serves HTTP in this process, which is enough for most uses. Returns the exit status."""
     # Imported while the engine loads.
-    from headrace.frontend.fleet.scaling import OwnScaler
+    from headrace.frontend.fleet.scaling import EngineScaler, PoolEngines
     from headrace.frontend.fleet.sources import Attached, Source
     from headrace.frontend.http.process.server import HttpServer, listen, url_of
     from headrace.frontend.http.process.tls import warn_of_dates
@@ -216,10 +216,11 @@ def _serve_here(
         restarts = options.num_restarts(len(children))
         sources = owned = owned_ranks(engine_options, children, restarts, ranks.here)
         if not server.why_fixed:
-            server.scaler = OwnScaler(engine_options, restarts)
+            server.scaler_of = lambda pool: EngineScaler(PoolEngines(pool, restarts), engine_options)
         owned[0].on_progress = lambda progress: phases.enter(f"engine: {progress.phase}")
         for each in owned:
-            each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
+            each.on_ready = say_workers
+            each.process.on_restart = lambda: say("starting the engine again")
 
         def first_is_ready(ready: Ready) -> None:
             phases.end("attach to the engine")

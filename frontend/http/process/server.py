@@ -153,8 +153,8 @@ class HttpServer:
         """Called with the cause when an engine ends after the start."""
         self.on_engine_return: Callable[[str], None] | None = None
         """Called with the address of each engine that has come back."""
-        self.scaler: Scaler | None = None
-        """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
+        self.scaler_of: Callable[[EnginePool], Scaler] | None = None
+        """Makes what changes the number of engines; None if it is fixed or the engines are not the server's own."""
         self.says_waits = True
         """Whether this process logs what it waits for at the start; one of several does."""
         self.why_fixed = ""
@@ -226,9 +226,8 @@ class HttpServer:
             template=self._template,
             tracer=self._tracer,
         )
-        state.scaler, state.why_fixed = self.scaler, self.why_fixed
-        if self.scaler is not None:
-            self.scaler.pool = pool
+        state.scaler = None if self.scaler_of is None else self.scaler_of(pool)
+        state.why_fixed = self.why_fixed
         server = _UvicornServer(self._config(make_app(state)), self._sock)
         raise_file_limit()
         serving = asyncio.create_task(self._listen(server, pool))

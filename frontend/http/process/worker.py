@@ -8,7 +8,7 @@ parent                                    HTTP process
   EngineUp(address)                  ->     connects again, sends the requests that waited
                                      <-   EngineLost(address, failure), if it was silent for too long
                                      <-   ScaleTo(size), when a client asks for another number of engines
-  Scaled(num_engines)                ->     answers the client
+  Scaled(why)                        ->     answers the client
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.scaling import check_room, there_are
 from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import EXIT_ERROR, MEETS_WITHIN_S, HttpServer, listen, url_of
 from headrace.frontend.http.server.metrics import Pages
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Start, Stop
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.struct_types import threadsafe
@@ -86,18 +85,18 @@ class Scaled(Message, frozen=True):
     """The parent's answer to ScaleTo."""
 
     call: int
-    num_engines: int
-    """How many serve now: an HTTP process may not have met all of them yet."""
     why: str = ""
-    """Why there are not as many as asked for; empty if there are."""
+    """Why there are not as many as asked for; empty if there are. An HTTP process may not have met all of them yet."""
+    is_refused: bool = False
+    """There cannot be so many."""
 
 
 class ParentScaler:
     """Asks the parent to change the number of engines, and waits for its answer."""
 
-    def __init__(self, ask: Callable[[ScaleTo], None], num_at_start: int) -> None:
-        self._ask, self._num_at_start = ask, num_at_start
-        self.pool: EnginePool | None = None
+    def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
+        self._ask = ask
+        self._pool: EnginePool | None = None
         self._calls = itertools.count()
         self._answers: dict[int, Scaled] = {}
 
@@ -105,18 +104,21 @@ class ParentScaler:
         """Thread-safe."""
         self._answers[answer.call] = answer
 
+    def of(self, pool: EnginePool) -> ParentScaler:
+        """Sets the pool, in which the engines are to be met."""
+        self._pool = pool
+        return self
+
     async def scale(self, size: int, drain_timeout_s: float) -> None:
-        pool = self.pool
-        assert pool is not None, "it serves"
-        await check_room(size, pool, self._num_at_start)
         call = next(self._calls)
         self._ask(ScaleTo(call=call, size=size, drain_timeout_s=drain_timeout_s))
         while (answer := self._answers.pop(call, None)) is None:  # each of the parent's waits has an end
             await asyncio.sleep(_LOOK_S)
         if answer.why:
-            raise HeadraceError(f"{there_are(answer.num_engines)}, and not {size}: {answer.why}")
+            raise (OptionError if answer.is_refused else HeadraceError)(answer.why)
         end_s = time.monotonic() + MEETS_WITHIN_S
-        while sum(engine.usable for engine in pool.engines) != size and time.monotonic() < end_s:
+        engines = [] if self._pool is None else self._pool.engines
+        while sum(engine.usable for engine in engines) != size and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
 
 
@@ -197,8 +199,6 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     coordinators: tuple[str, ...]
     why_fixed: str
     """Why the number of engines is fixed; empty if the parent can change it."""
-    num_scalable: int
-    """How many engines, which coordinators announce, the parent has started and can change the number of; 0: none."""
     awaits_number: bool
     """The parent sends EnginesThere: this process is ready once it is connected to so many."""
     others_serve: bool
@@ -257,8 +257,8 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     server.num_met, server.others_serve = None if options.awaits_number else 1, options.others_serve
     server.logs_stats = options.logs_stats
     server.says_waits = options.index == 0
-    scaler = ParentScaler(tell_parent, options.num_scalable) if options.num_scalable else None
-    server.scaler, server.why_fixed = scaler, options.why_fixed
+    scaler = None if options.why_fixed else ParentScaler(tell_parent)
+    server.scaler_of, server.why_fixed = None if scaler is None else scaler.of, options.why_fixed
 
     def take(news: EngineUp | EngineDown | EnginesThere | Scaled) -> None:
         if isinstance(news, EnginesThere):
