@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -81,6 +82,21 @@ def test_only_a_child_that_has_served_for_long_is_replaced_as_if_it_were_the_fir
 
     asyncio.run(serve())
     assert replaced == [True, True, False]
+
+
+def test_the_long_life_of_one_child_counts_for_none_of_those_that_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    programs = iter([SERVES, *[DIES] * 3])
+    restarts = Restarts(most=2, first_pause_s=0.01)
+    supervised = Supervised("doomed", lambda path: child_of(next(programs)), restarts)
+
+    def on_ready(ready: Ready) -> None:
+        now_s[0] += STABLE_AFTER_S + 1
+        assert supervised.child is not None
+        os.kill(supervised.child.pid, signal.SIGKILL)
+
+    assert [failure.type for failure in kept(supervised, on_ready)] == ["SIGKILL", "exit status 3", "exit status 3"]
 
 
 def test_it_comes_back_as_long_as_its_last_replacement_starts() -> None:
