@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import KeysView, Sequence
-from typing import Any
+from collections.abc import KeysView, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,10 +15,9 @@ from headrace.frontend.client.control import QUICK_S, AsyncControls, Call, check
 from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
-from headrace.frontend.fleet.weights import reload_weights
 from headrace.frontend.text.tokenizer import Tokenizer
-from headrace.ipc.control import ExtensionAnswers
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.control import ExtensionAnswers, ReloadWeights
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, let_interrupts_pass
 from headrace.ipc.messages import EngineStats, ExpertBalance, Welcome
 
 _LARGEST = frozenset({"sleep_level", "max_loras"})
@@ -144,7 +143,7 @@ class Engines(AsyncControls, AsyncLoRAControls):
             there = {each.name: each.client for each in self.engines if each.client is not None and each.usable}
             if not there:
                 raise self._dead_error
-            await reload_weights(there, path)
+            await _reload_everywhere(there, path)
 
     async def _fleet_adapters(self) -> FleetAdapters:
         return self.adapters
@@ -201,3 +200,48 @@ def _sum(values: Sequence[Any]) -> Any:
             return tuple(dict.fromkeys(itertools.chain(*values)))
         return tuple(map(sum, itertools.zip_longest(*values, fillvalue=0)))  # one that counts nothing yet has none
     return sum(values)
+
+
+async def _reload_everywhere(clients: Mapping[str, CoreClient], path: str) -> None:
+    """Has every engine use the weights of `path`, once all have read them. Raises HeadraceError: if one cannot read
+    them, all keep the old ones; if one is lost later, with which ones serve which.
+
+    clients: by the engine's name."""
+    if len(clients) == 1:
+        (only,) = clients.values()
+        await only.control(ReloadWeights(path=path), None)
+        return
+
+    async def everywhere(part: Literal["prepare", "use", "forget"]) -> dict[str, BaseException]:
+        command = ReloadWeights(path=path, part=part)
+        answers = await asyncio.gather(
+            *(client.control(command, None) for client in clients.values()), return_exceptions=True
+        )
+        found = {name: each for name, each in zip(clients, answers, strict=True) if isinstance(each, BaseException)}
+        for each in found.values():
+            let_interrupts_pass(each)
+        return found
+
+    try:
+        problems = await everywhere("prepare")
+    except asyncio.CancelledError:
+        await everywhere("forget")
+        raise
+    if problems:
+        await everywhere("forget")
+        why = "; ".join(f"{name}: {_line(each)}" for name, each in problems.items())
+        raise HeadraceError(
+            f"reload_weights: {len(problems)} of {len(clients)} engines cannot use them, so all keep the old ones: "
+            f"{why}"
+        )
+    if problems := await everywhere("use"):
+        why = "; ".join(f"{name}: {_line(each)}" for name, each in problems.items())
+        others = ", ".join(name for name in clients if name not in problems)
+        raise HeadraceError(
+            f"reload_weights: the engines serve different weights now, until it is called again: {others or 'none'} "
+            f"the new ones, and not these: {why}"
+        )
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
