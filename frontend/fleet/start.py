@@ -106,6 +106,11 @@ def of_rank(options: Options, rank: int) -> Options:
     return msgspec.structs.replace(options, data_parallel_rank=rank)
 
 
+def default_restarts(num_engines: int) -> int:
+    """How often in a row each of so many engines is restarted."""
+    return RESTARTS if num_engines > 1 else 0
+
+
 def owned_ranks(
     options: Options,
     children: Sequence[SupervisedChild],
@@ -123,6 +128,6 @@ def owned_ranks(
         return lambda weights_path: start_engine(of_rank(options, rank), weights_path=weights_path)
 
     if restarts is None:
-        restarts = RESTARTS if len(children) > 1 else 0
+        restarts = default_restarts(len(children))
     of_children = zip(range(len(children)) if ranks is None else ranks, children, strict=True)
     return [Owned(starter(rank, child), child, restarts=restarts, rank=rank) for rank, child in of_children]

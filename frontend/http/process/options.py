@@ -11,6 +11,7 @@ import msgspec
 from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.fleet.options import ENGINES, HEARTBEAT_TIMEOUT_S, HeartbeatTimeout
+from headrace.frontend.fleet.start import default_restarts
 from headrace.frontend.http.server.hidden_metrics import hidden_names
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.frontend.tracing.options import check_traces
@@ -512,7 +513,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def num_restarts(self, num_engines: int) -> int:
         """How often each of the server's own engines is restarted. num_engines: how many there are."""
-        return (10 if num_engines > 1 else 0) if self.restart_engine is None else self.restart_engine
+        return default_restarts(num_engines) if self.restart_engine is None else self.restart_engine
 
 
 LOOPBACK = "127.0.0.1"
