@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from headrace.frontend.adapters.lora_request import LoRARequest
@@ -152,6 +152,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         self._request_ids = itertools.count()
         self._sessions: dict[str, StreamingSession] = {}
         self._stat_loggers = StatLoggers(None)
+        renderer().use()
         self._stop_engines = weakref.finalize(self, _stop_engines, self._process_id, client, tracer)
 
     async def start(self) -> None:
@@ -475,7 +476,11 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         (await self._ready()).check_alive()
 
     async def close(self) -> None:
-        """Aborts running requests, and stops the engine if this object started it. May be called again."""
+        """Aborts running requests, and stops the engine if this object started it. May be called again, and in another
+        event loop than the one that this object is bound to."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            await asyncio.to_thread(self.shutdown)
+            return
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -489,11 +494,19 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         timeout: unused. The shutdown has its own limit, after which the engine is killed.
         """
         self._closed = True
-        if self._starting is not None:
-            self._starting.cancel()
+        if self._starting is not None and not self._starting.done():
+            self._in_loop(self._starting.cancel)
         self._stop_engines()
         if self._has_started and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._close_client)  # the loop may never run again
+
+    def _in_loop(self, callback: Callable[[], object]) -> None:
+        """Calls it: at once, unless the loop runs on another thread."""
+        here = asyncio._get_running_loop()  # None on a thread without one
+        if self._loop is None or self._loop is here or not self._loop.is_running():
+            callback()
+        else:
+            self._loop.call_soon_threadsafe(callback)
 
     def _close_client(self) -> None:
         self._closing = asyncio.get_running_loop().create_task(self._client.close(STOP_DEADLINE_S))
@@ -569,5 +582,5 @@ def _stop_engines(process_id: int, client: EnginePool, tracer: Tracer | None) ->
     if os.getpid() == process_id:  # not a forked copy
         if tracer is not None:
             tracer.close()
-        renderer().end()
+        renderer().leave()
         client.stop(STOP_DEADLINE_S)

@@ -79,7 +79,7 @@ class BeamSearchSequence:
     text: str | None = None
     """The text of the whole sequence; None without a tokenizer."""
     finish_reason: str | None = None
-    """stop or length."""
+    """stop, length or abort."""
     stop_reason: int | str | None = None
     """The end-of-sequence token that ended it."""
 
@@ -116,12 +116,18 @@ async def beam_search(
     searches = [_Search(prompt, params, ends) for prompt in prompts]
     for _ in range(params.max_tokens):
         # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
-        growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
+        growing = [each for each in searches if each.is_growing and len(each.beams[0].tokens) < welcome.max_model_len]
+        if not growing:
+            break
         asked = [each.prompt_of(beam) for each in growing for beam in each.beams]
         requests = checked_requests(client, asked, [step] * len(asked), None, ids)
         outputs = iter(await RequestBatch(client, requests).run())
         for each in growing:
-            each.extend([next(outputs).outputs[0].logprobs or [] for _ in each.beams])
+            steps = [next(outputs).outputs[0] for _ in each.beams]
+            if any(output.finish_reason == "abort" for output in steps):
+                each.abort()
+            else:
+                each.extend([output.logprobs or [] for output in steps])
     tokenizer = client.tokenizer
     decode = tokenizer.decode if tokenizer is not None else None
     found = [search.best() for search in searches]
@@ -153,6 +159,15 @@ class _Search:
         self.beams = [BeamSearchSequence(self._asked, token_ids, [], prompt.lora_request)]
         self._params, self._eos_token_ids = params, eos_token_ids
         self._complete: list[BeamSearchSequence] = []
+        self._is_aborted = False
+
+    @property
+    def is_growing(self) -> bool:
+        return bool(self.beams) and not self._is_aborted
+
+    def abort(self) -> None:
+        """Ends the search with the sequences so far, as a step of one was aborted."""
+        self._is_aborted = True
 
     def prompt_of(self, beam: BeamSearchSequence) -> Prompt:
         prompt = self._prompt
@@ -181,7 +196,7 @@ class _Search:
 
     def best(self) -> list[BeamSearchSequence]:
         for beam in self.beams:
-            beam.finish_reason = "length"
+            beam.finish_reason = "abort" if self._is_aborted else "length"
         return sorted(self._complete + self.beams, key=self._score, reverse=True)[: self._params.beam_width]
 
     def _score(self, sequence: BeamSearchSequence) -> float:

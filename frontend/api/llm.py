@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import numbers
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import (
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from headrace.frontend.vllm.engine_keywords import EngineOptions
     from headrace.frontend.vllm.llm_engine import EngineArgs, LLMEngine
     from headrace.ipc.messages import Welcome
+
+T = TypeVar("T")
 
 
 class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
@@ -156,6 +159,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         self._engine: LLMEngine | None = None
         self._bars = SharedBar()
         self._stat_loggers = StatLoggers(None)
+        renderer().use()
         # Runs once: at close, when this object is collected, or when the interpreter exits.
         self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, client, tracer)
         try:
@@ -381,7 +385,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         """
         check_arguments("stream", others)
         request = self._prepare(None, prompt, sampling_params, RequestOutputKind.DELTA, priority, lora=lora_request)
-        return SyncStream(self._background, self._client, request)
+        return SyncStream(self._background, self._client, request, owner=self)
 
     def start_request(
         self,
@@ -499,16 +503,13 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         tokenize(prompts, self._client, how)
         return prompts
 
-    def check_may_wait(self) -> None:
-        """Raises HeadraceError in the client's own thread, which calls what users register and must not wait."""
-        self._background.check_may_wait()
+    def take(self, items: queue.SimpleQueue[T]) -> T:
+        """Waits for the next item that the client's thread puts. Raises HeadraceError in that thread, and once this
+        object is closed."""
+        return self._background.take(items)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._process_id:
-            raise HeadraceError(
-                f"this LLM belongs to process {self._process_id}, and this one was forked from it: create one here, "
-                "or attach to a running engine with headrace.connect(address)"
-            )
+        self._background.check_may_wait()
         if not self._close.alive:
             raise HeadraceError("this LLM is closed")
 
@@ -533,5 +534,5 @@ def _shut_down(process_id: int, background: BackgroundLoop, client: EnginePool, 
     background.stop()
     if tracer is not None:
         tracer.close()
-    renderer().end()
+    renderer().leave()
     client.stop(STOP_DEADLINE_S)

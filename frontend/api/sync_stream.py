@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from headrace.frontend.client.background import BackgroundLoop, take
+from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.client.request_stream import RequestStream
@@ -22,11 +22,16 @@ MOST_UNREAD = 8
 
 
 class SyncStream(OneProcess):
-    """An iterator of outputs, for one thread. Closing it aborts the request."""
+    """An iterator of outputs. Closing it aborts the request. Several threads that read it share its outputs."""
 
-    def __init__(self, background: BackgroundLoop, client: RequestClient, request: CheckedRequest) -> None:
+    def __init__(
+        self, background: BackgroundLoop, client: RequestClient, request: CheckedRequest, owner: object
+    ) -> None:
+        """owner: kept while this stream is, as it closes the client when it is collected."""
+        self._owner = owner
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
+        self._background = background
         # The pump refers to the queue and not to this object, so that this object can be collected, which aborts it.
         self._pump = Pump(background, client, self._outputs.put)
         self._pump.start(request)
@@ -39,18 +44,18 @@ class SyncStream(OneProcess):
         if self._ended:
             raise StopIteration
         try:
-            self._pump.check_may_wait()
-            item = take(self._outputs)
+            item = self._background.take(self._outputs)
         except BaseException:  # such as KeyboardInterrupt
             self.close()
             raise
-        if isinstance(item, RequestOutput):
+        if isinstance(item, RequestOutput) and not self._ended:
             self._pump.taken()
             return item
         self._ended = True
-        if item is None:
-            raise StopIteration
-        raise item
+        self._outputs.put(item)  # for other threads that wait
+        if isinstance(item, BaseException):
+            raise item
+        raise StopIteration
 
     def close(self) -> None:
         """Aborts the request if it still runs. May be called again."""
@@ -83,10 +88,6 @@ class Pump:
         """Submits the request. Raises as `RequestClient.submit` does."""
         self._background.run(self._start(request))
 
-    def check_may_wait(self) -> None:
-        """Raises HeadraceError in the client's own thread, which must not wait for outputs."""
-        self._background.check_may_wait()
-
     def taken(self) -> None:
         """Reports that the other thread has taken an output. Thread-safe."""
         self._background.call_soon(self._room.release)
@@ -106,7 +107,12 @@ class Pump:
                 self._put(output)
                 await self._room.acquire()
             self._put(None)
+        except asyncio.CancelledError:
+            stream.abort()
+            if stream.has_last_output:  # the reader lags behind, and the client is closed
+                self._put(await anext(stream))
+            self._put(stream.error)
         except BaseException as error:
-            self._put(None if isinstance(error, asyncio.CancelledError) else error)
+            self._put(error)
         finally:
             stream.abort()

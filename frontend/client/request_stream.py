@@ -288,17 +288,23 @@ class RequestStream(OneProcess):
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output, of several steps if the reader is slow. Raises the error that ended the request."""
+        """The next output, of several steps if the reader is slow. Raises the error that ended the request, and
+        HeadraceError while another task waits for it."""
         while not self._news:
             if self._final_given:
                 raise StopAsyncIteration
             if self.error is not None:
                 raise self.error
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self._waiter is not None and not self._waiter.done():
+                raise HeadraceError(
+                    f"request {self.request_id:.80}: another task waits for its next output, and each goes to one task"
+                )
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
+                if self._waiter is waiter:
+                    self._waiter = None
         return self._read()
 
     async def get(self) -> RequestOutput:
@@ -310,6 +316,11 @@ class RequestStream(OneProcess):
         while not (output := await anext(self)).finished:
             pass
         return output
+
+    @property
+    def has_last_output(self) -> bool:
+        """Whether its last output is there and was not read."""
+        return self.done and self.error is None and not self._final_given
 
     def abort(self) -> None:
         """Ends it with finish_reason `abort`; does nothing once it has ended."""

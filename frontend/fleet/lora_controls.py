@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.client.control import blocking
 from headrace.frontend.fleet.adapters import FleetAdapters, is_unknown
@@ -26,7 +28,7 @@ class AsyncLoRAControls:
     async def remove_lora(self, lora_id: int) -> bool:
         """Unloads an adapter; requests that run with it finish. Returns whether there was one of this number."""
         adapters = await self._fleet_adapters()
-        name = await adapters.find(lora_id)
+        name = await adapters.find(_number(lora_id))
         if name is None:
             return False
         try:
@@ -45,11 +47,17 @@ class AsyncLoRAControls:
         """Keeps an adapter in memory until it is removed. Raises InvalidRequestError if there is none of this number,
         and HeadraceError if too many are pinned."""
         adapters = await self._fleet_adapters()
-        name = await adapters.find(lora_id)
+        name = await adapters.find(_number(lora_id))
         if name is None:
             raise InvalidRequestError(f"Pinning failed. LoRA {lora_id} is not registered.")
         await adapters.pin(name)
         return True
+
+
+def _number(lora_id: object) -> int:
+    if not isinstance(lora_id, numbers.Integral):
+        raise InvalidRequestError(f"lora_id must be the number of a LoRARequest, not {lora_id!r:.100}")
+    return int(lora_id)
 
 
 class LoRAControls:

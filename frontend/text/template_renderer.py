@@ -85,6 +85,8 @@ class TemplateRenderer:
         self.start = self._helper.start
         self.num_ends = 0
         """How often `end` was called."""
+        self._num_users = 0
+        self._users_lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -94,6 +96,19 @@ class TemplateRenderer:
     @staticmethod
     def _new_threads() -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_LANES, "chat-template")
+
+    def use(self) -> None:
+        """Keeps the helper program from ending until `leave`."""
+        with self._users_lock:
+            self._num_users += 1
+
+    def leave(self) -> None:
+        """Undoes `use`. The last user's ends the helper program."""
+        with self._users_lock:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            self.end()
 
     def end(self) -> None:
         """Ends the helper program and what waits for it; later renderings start another."""
@@ -118,7 +133,8 @@ class TemplateRenderer:
             if answer is not None or num_ends != self.num_ends:
                 break
         if answer is None:
-            raise HeadraceError("the process that renders chat templates was ended")
+            why = ", as its last user here was closed" if num_ends != self.num_ends else ""
+            raise HeadraceError(f"the process that renders chat templates was ended{why}")
         if answer.invalid:
             raise InvalidRequestError(f"the chat template is not valid: {answer.invalid}")
         if left_s is not None:

@@ -25,7 +25,6 @@ from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.sync_stream import Pump
-from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.fleet.requests import id_in_use
@@ -217,9 +216,8 @@ class LLMEngine(OneProcess):
         Raises the error that ended a request, once; the other requests go on.
         """
         outputs: dict[_Running, RequestOutput] = {}
-        self._llm.check_may_wait()
         while self._running and (not outputs or not self._news.empty()):
-            running, item = self._held or take(self._news)
+            running, item = self._held or self._llm.take(self._news)
             self._held = None
             if self._running.get(running.request_id) is not running:
                 continue  # aborted meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError
+from headrace.frontend.api.beam_search import beam_search
+from headrace.frontend.request.prompts import Prompt
 
 PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44], [200]]
 EOS = 42
@@ -155,3 +158,31 @@ def test_a_bad_value_is_refused_by_name(llm: LLM, fields: dict[str, Any], said: 
     with pytest.raises(InvalidRequestError) as caught:
         llm.beam_search([[5]], BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **fields}))
     assert said in str(caught.value)
+
+
+class Aborting:
+    """The pool of engines, except that one of its requests is aborted once it was sent."""
+
+    def __init__(self, client: Any, nth: int) -> None:
+        self._client, self._left = client, nth
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def submit(self, request: Any, listener: Any) -> Any:
+        stream = self._client.submit(request, listener)
+        self._left -= 1
+        if not self._left:
+            asyncio.get_running_loop().call_soon(stream.abort)
+        return stream
+
+
+@pytest.mark.parametrize(("nth", "length"), [(1, 0), (2, 0), (3, 1), (9, 2)])
+def test_a_search_of_which_a_step_is_aborted_ends_with_its_sequences_so_far(llm: LLM, nth: int, length: int) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
+    prompts = [Prompt(token_ids=[5, 6, 7]), Prompt(token_ids=[9, 8, 7])]
+    client: Any = Aborting(llm._client, nth)
+    found = llm._background.run(beam_search(client, prompts, params, itertools.count(1000)))
+    ends = [{(each.finish_reason, len(each.tokens) - 3) for each in output.sequences} for output in found]
+    assert {("abort", length)} in ends
+    assert {("length", 10)} in ends

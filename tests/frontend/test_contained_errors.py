@@ -516,6 +516,7 @@ os._exit(0)  # Python itself would complain that it cannot flush standard error
 
 def test_a_call_that_waits_is_refused_on_the_clients_own_thread(llm: LLM) -> None:
     stream = llm.stream("a", LONG)
+    llm.llm_engine.add_request("r", "a", LONG)
     heard: list[BaseException] = []
     done = threading.Event()
 

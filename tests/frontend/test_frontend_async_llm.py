@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_core import FakeCore, Faults, MemoryCore, hashed_token, zmq_core
+from fake_core import FakeCore, Faults, MemoryCore, hashed_token, memory_core, zmq_core
 
 from headrace import AsyncLLM, EngineDeadError, HeadraceError, InvalidRequestError, RequestOutputKind, SamplingParams
 from headrace.ipc.messages import Abort, AddRequest
@@ -249,6 +249,44 @@ def test_another_loop_is_told() -> None:
     with pytest.raises(HeadraceError, match="another asyncio loop"):
         asyncio.run(llm.check_health())
     core.stop()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_it_may_be_closed_in_another_loop(ended: bool) -> None:
+    """As a script does that runs asyncio once for its requests and once more to close, or closes in a thread."""
+
+    async def in_two_loops(core: MemoryCore) -> None:
+        llm = await AsyncLLM.attach(core.transport)
+        core.pause()
+        reading = asyncio.create_task(anext(llm.generate("Hello", LONG)))
+        await until(lambda: bool(core.core.running))
+        await asyncio.to_thread(asyncio.run, llm.close())
+        assert (await reading).outputs[0].finish_reason == "abort"
+
+    with memory_core() as core:
+        if ended:
+            llm = asyncio.run(AsyncLLM.attach(core.transport))
+            for _ in range(2):
+                asyncio.run(llm.close())
+            assert llm.is_stopped
+            assert not llm._stop_engines.alive
+        else:
+            asyncio.run(in_two_loops(core))
+
+
+@run
+async def test_a_second_task_that_waits_for_an_output_is_refused() -> None:
+    async with attached() as (core, llm):
+        core.pause()
+        stream = await llm.add_request("r", "Hello", LONG)
+        first = asyncio.create_task(stream.get())
+        await until(lambda: stream._waiter is not None)
+        with pytest.raises(HeadraceError, match="request r: another task waits"):
+            await stream.get()
+        first.cancel()
+        second = asyncio.create_task(stream.get())
+        core.resume()
+        assert (await second).request_id == "r"
 
 
 @run
