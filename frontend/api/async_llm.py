@@ -32,7 +32,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
 from headrace.frontend.fleet.start import pool_of
-from headrace.frontend.request.checks import check
+from headrace.frontend.request.checks import check, checked_id
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -260,7 +260,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         lora: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._ready()
-        name = str(next(self._request_ids)) if request_id is None else request_id
+        name = str(next(self._request_ids)) if request_id is None else checked_id(request_id)
         if name in self._sessions:
             raise id_in_use(name)
 
@@ -359,7 +359,10 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         internal: unused. vLLM has separate internal ids; here a request has one id.
         """
         ids = (request_id,) if isinstance(request_id, str) else request_id
-        names = tuple(ids) if isinstance(ids, Iterable) else (ids,)
+        try:
+            names: tuple[Any, ...] = tuple(ids)
+        except TypeError:
+            names = (ids,)
         if not all(isinstance(each, str) for each in names):
             raise InvalidRequestError(f"abort: request_id must be one or several texts, not {request_id!r:.80}")
         client = await self._ready()

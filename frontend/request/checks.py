@@ -80,9 +80,7 @@ def check(
     that can never be served.
     """
     welcome = facts.welcome
-    if not isinstance(name, str):
-        raise InvalidRequestError(f"request_id must be a string, not {name!r:.100}")
-    name, priority = str(name), checked_priority(priority)  # as messages hold them: a name may be of a subclass
+    name, priority = checked_id(name), checked_priority(priority)
     if prompt.adapters:
         _check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
@@ -153,6 +151,13 @@ def _check_length(prompt: Prompt, welcome: Welcome, min_room: int) -> int:
     )
     error.num_prompt, error.limit = num_prompt, limit
     raise error
+
+
+def checked_id(request_id: Any) -> str:
+    """As messages hold it: it may be of a subclass of str. Raises InvalidRequestError."""
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"request_id must be a string, not {request_id!r:.100}")
+    return str(request_id)
 
 
 def checked_priority(priority: Any) -> int:

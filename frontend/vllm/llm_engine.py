@@ -28,6 +28,7 @@ from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.fleet.requests import id_in_use
+from headrace.frontend.request.checks import checked_id
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of
@@ -198,6 +199,7 @@ class LLMEngine(OneProcess):
         Raises InvalidRequestError, also for an id that is in use.
         """
         check_arguments("add_request", others)
+        request_id = checked_id(request_id)
         if request_id in self._running:
             raise id_in_use(request_id)
         running = _Running(request_id)

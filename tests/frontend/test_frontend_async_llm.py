@@ -6,14 +6,16 @@ import asyncio
 import gc
 import os
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_core import FakeCore, Faults, MemoryCore, hashed_token, memory_core, zmq_core
 
 from headrace import AsyncLLM, EngineDeadError, HeadraceError, InvalidRequestError, RequestOutputKind, SamplingParams
+from headrace.frontend.api.streaming_input import StreamingInput
 from headrace.ipc.messages import Abort, AddRequest
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -111,7 +113,7 @@ async def test_many_requests_at_once_do_not_mix() -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("ids", [None, 5, ["a", None]])
+@pytest.mark.parametrize("ids", [None, 5, ["a", None], np.array(1)])
 def test_what_is_no_request_id_is_refused_by_abort(ids: object) -> None:
     async def test() -> None:
         async with attached() as (_, llm):
@@ -119,6 +121,25 @@ def test_what_is_no_request_id_is_refused_by_abort(ids: object) -> None:
                 await llm.abort(ids)  # type: ignore[arg-type]
 
     asyncio.run(test())
+
+
+@run
+async def test_what_is_no_request_id_is_refused_for_a_prompt_in_pieces() -> None:
+    async def pieces() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput("Hello")
+
+    async with attached() as (_, llm):
+        for no_id in (["a"], 5):
+            with pytest.raises(InvalidRequestError, match="request_id must be a string"):
+                await anext(llm.generate(pieces(), request_id=no_id))  # type: ignore[arg-type]
+
+
+@run
+async def test_the_number_of_an_adapter_must_be_one() -> None:
+    async with attached() as (_, llm):
+        for call in (llm.remove_lora, llm.pin_lora):
+            with pytest.raises(InvalidRequestError, match="lora_id must be the number of a LoRARequest, not"):
+                await call(["a"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["cancel", "break", "abort"])

@@ -96,6 +96,9 @@ def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
     engine = LLMEngine(llm)
     with pytest.raises(InvalidRequestError):
         engine.add_request("a", {"no": "prompt"})
+    for no_id in (["a"], None, 5):
+        with pytest.raises(InvalidRequestError, match="request_id must be a string"):
+            engine.add_request(no_id, "a")  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
     with pytest.raises(OptionError, match="max_model_len"):
         EngineArgs(max_model_length=3)  # type: ignore[call-arg]

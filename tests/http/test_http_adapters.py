@@ -226,6 +226,7 @@ def test_an_adapter_is_loaded_in_place(client: httpx.Client, tmp_path: Path) -> 
         ({"lora_path": "/a"}, 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."),
         ({"lora_name": MODEL, "lora_path": "/a"}, 400, "InvalidUserInput", "has the name of the model itself"),
         ({"lora_name": "a", "lora_path": "/no/where"}, 404, "NotFoundError", "No adapter found for /no/where"),
+        ({"lora_name": "a", "lora_path": "/a\0"}, 400, "InvalidUserInput", "'lora_path' has a NUL character"),
         ({"lora_name": "a", "lora_path": "SHELF/broken"}, 500, "InternalServerError", "could not be loaded"),
         ({"lora_name": 7, "lora_path": "/a"}, 400, "invalid_request_error", "lora_name"),
     ],
@@ -405,6 +406,16 @@ def test_a_text_that_is_too_long_is_the_callers_fault(client: httpx.Client, fold
     error = error_of(client.post(LOAD, json=body), 400)
     assert field in error["message"]
     assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_a_name_that_is_too_long_to_unload_is_the_callers_fault(client: httpx.Client, method: str) -> None:
+    name = "x" * 5000
+    if method == "POST":
+        answer = client.post(UNLOAD, json={"lora_name": name})
+    else:
+        answer = client.delete(f"/adapters/{name}")
+    assert error_of(answer, 400)["message"] == "'lora_name' has 5000 characters, and at most 4096 are taken."
 
 
 def test_batch_files_name_adapters_too(server: ServerHere) -> None:

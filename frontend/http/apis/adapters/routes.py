@@ -117,9 +117,10 @@ async def _load(state: ServerState, exchange: Exchange, command: LoadAdapter) ->
     adapters, name = state.pool.adapters, command.name
     if not name or not command.path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
-    for field, text in (("lora_name", name), ("lora_path", command.path)):
-        if len(text) > MOST_NAME:
-            raise _invalid(f"'{field}' has {len(text)} characters, and at most {MOST_NAME} are taken.")
+    _check_length("lora_name", name)
+    _check_length("lora_path", command.path)
+    if "\0" in command.path:
+        raise _invalid("'lora_path' has a NUL character, which no path may have.")
     if name in state.pool.names:
         raise _invalid(f"The lora adapter '{name:.200}' has the name of the model itself: choose another.")
     _check_enabled(state)
@@ -144,6 +145,7 @@ async def _load(state: ServerState, exchange: Exchange, command: LoadAdapter) ->
 async def _unload(state: ServerState, exchange: Exchange, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+    _check_length("lora_name", name)
     _check_enabled(state)
     try:
         await state.pool.adapters.unload(name)
@@ -153,6 +155,11 @@ async def _unload(state: ServerState, exchange: Exchange, name: str) -> None:
         message = f"The lora adapter '{name:.200}' cannot be found."
         raise ApiError(HTTPStatus.NOT_FOUND, message, type="NotFoundError", param="lora_name") from None
     await exchange.answer_text(f"Success: LoRA adapter '{name}' removed successfully.".encode(), _TEXT)
+
+
+def _check_length(field: str, text: str) -> None:
+    if len(text) > MOST_NAME:
+        raise _invalid(f"'{field}' has {len(text)} characters, and at most {MOST_NAME} are taken.")
 
 
 def _check_enabled(state: ServerState) -> None:
