@@ -139,9 +139,10 @@ class StartLine:
 
 def is_watched() -> bool:
     """Whether somebody sees what is written to stderr: a terminal, or a notebook's cell."""
-    if sys.stderr is None:
+    try:
+        return bool(sys.stderr.isatty()) or "ipykernel" in sys.modules
+    except Exception:  # there is none, it is closed, or it is an object of the user's that has no such method
         return False
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 MOST_RANKS = 8

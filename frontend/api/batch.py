@@ -263,7 +263,8 @@ class ProgressBar:
             call(*args, **kwargs)
         except BaseException as error:
             let_interrupts_pass(error)
-            logger.warning("the progress bar is disabled, as it failed: %s: %s", type(error).__name__, error)
+            with contextlib.suppress(Exception):  # logging itself raises if sys.stderr is closed
+                logger.warning("the progress bar is disabled, as it failed: %s: %s", type(error).__name__, error)
             with contextlib.suppress(Exception):
                 self._bar.disable = True  # so that it writes nothing when it is collected
             self._bar, self._shown = None, False

@@ -4,6 +4,7 @@ ever, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from source_tree import PYTHONPATH
 from tqdm import tqdm
 
 from headrace import LLM, BeamSearchParams, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
+from headrace.core.process.child_output import StartLine, is_watched
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CoreClient, CoreListener
 from headrace.frontend.client.request_stream import RequestListener, RequestStream
@@ -32,7 +34,7 @@ from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Codec
 from headrace.ipc.failure import Failure, HeadraceError
-from headrace.ipc.messages import Abort, AddRequest, ClientMessage
+from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Progress
 
 pytest_plugins = "fake_llm"
 pytestmark = [pytest.mark.usefixtures("private_cache"), pytest.mark.timeout(120)]
@@ -497,6 +499,30 @@ def test_a_closed_standard_error_does_not_disturb_the_requests(shown: Any) -> No
             text=True,
         )
     assert made.stdout == "2 finished\n"
+
+
+class _Written(io.StringIO):
+    """What a script may have in the place of a standard error: it can be written to, and nothing else."""
+
+    @property
+    def isatty(self) -> Any:  # type: ignore[override]
+        raise AttributeError("isatty")
+
+    flush = fileno = isatty
+
+
+@pytest.mark.parametrize("kind", ["closed", "none", "bare"])
+def test_an_unusual_standard_error_does_not_disturb_the_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    stream = _Written() if kind == "bare" else io.StringIO()
+    if kind == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stream)
+    assert not is_watched()
+    with StartLine(None) as line:
+        line.show(Progress(phase="load weights", seconds=0.1))
+    assert len(llm.generate(["a", "b"], SamplingParams(max_tokens=5))) == 2
 
 
 _WRITES_TO_CLOSED_PIPE = """
