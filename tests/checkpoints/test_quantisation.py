@@ -326,6 +326,19 @@ def test_compressed_tensors_stores_each_module_by_its_target_and_leaves_what_it_
     assert error_of(decoder, model) < MOST_ERROR
 
 
+def test_a_target_by_name_takes_precedence_over_an_expression(tmp_path: Path) -> None:
+    """As compressed-tensors chooses, whatever the order of the groups."""
+    config, four = made.compressed("W4A16", **made.W4)
+    _, eight = made.compressed("fp8")
+    of_four = config["config_groups"]["group_0"] | {"targets": ["re:.*_proj$"]}
+    by_name = {"targets": [f"{Q_PROJ}"], "weights": made.W8 | {"type": "float"}, "format": "float-quantized"}
+    config["config_groups"] = {"group_0": of_four, "group_1": by_name}
+    model = made.write(
+        tmp_path, tiny_models.build("llama"), config, lambda module, w: (eight if module == Q_PROJ else four)(module, w)
+    )
+    assert error_of(opened(tmp_path), model) < MOST_ERROR
+
+
 def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
     model = made.write(tmp_path, tiny_models.build("llama"), *made.modelopt("FP8"))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -461,7 +474,7 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
 ) -> None:
     tensors = changed(gptq_folder, tmp_path, **config)
     for part, tensor in change.items():
-        del tensors[f"{Q_PROJ}.{part}"]
+        tensors.pop(f"{Q_PROJ}.{part}", None)
         if tensor is not None:
             tensors[f"{Q_PROJ}.{part}"] = tensor
     save_file(tensors, tmp_path / "model.safetensors")
@@ -501,6 +514,9 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
         ),
         ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is \[3, 32\], and \[64, 64\] of 4 bits in"),
         ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
+        ("hqq 4 bits", "axis", torch.tensor(0), "its own axis is 0, and the config's is 1"),
+        ("hqq 4 bits", "nbits", torch.tensor(8), "its own nbits is 8, and the config's is 4"),
+        ("hqq 4 bits", "group_size", torch.tensor([64]), r"its own group_size is \[64\], and the config's is 32"),
         ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
         ("compressed W8A8 static", "input_scale", None, f"lack {Q_PROJ}.input_scale"),
         ("compressed W8A8 static", "input_scale", torch.zeros(1), r"the scale of its inputs is 0\.0; a number above 0"),
@@ -514,7 +530,7 @@ def test_each_format_names_tensors_that_do_not_fit(
     static = made.compressed("W8A8", InputRounding(0.03), **made.W8)
     made.write(tmp_path, tiny_models.build("llama"), *(CASES[case][0]() if case in CASES else static))
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors[f"{Q_PROJ}.{part}"]
+    tensors.pop(f"{Q_PROJ}.{part}", None)
     if tensor is not None:
         tensors[f"{Q_PROJ}.{part}"] = tensor
     save_file(tensors, tmp_path / "model.safetensors")

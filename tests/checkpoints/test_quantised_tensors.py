@@ -37,7 +37,7 @@ TYPES = (torch.float32, torch.int16, torch.int32, torch.uint8, torch.float8_e4m3
 HARMLESS = (
     ("modelopt .*", "input_scale", ".*"),  # inputs stay in floats
     ("compressed W.A16.*", "weight_shape", ".*"),  # the codes and the config say it
-    ("hqq .*", "nbits", ".*"),  # the config says it
+    ("hqq .*", "nbits", "missing"),  # the config says it
     ("bitsandbytes int8", "weight_format", "missing"),  # rows
     ("bitsandbytes int8", "weight_format", "as int(16|32)"),
     ("gptq (?!.*desc_act).*", "g_idx", "missing"),  # inputs stand group by group
@@ -45,7 +45,7 @@ HARMLESS = (
     ("torchao int8", "_weight_zero_point", "missing"),  # symmetric: 0
     # A few numbers count by their values, whatever their type.
     ("gptq .*|compressed W4A16 ordered", "g_idx|weight_g_idx", "as int16"),
-    ("hqq .*", "shape", "as int(16|32)"),
+    ("hqq .*", "shape|nbits", "as int(16|32)"),
     ("compressed W8A8 static", "input_zero_point", "as int(16|32)"),
     ("torchao .*", "_weight_zero_point", "as (float32|int16|int32)"),
 )

@@ -236,9 +236,13 @@ class CompressedTensors(Format):
         return any(scheme.inputs is not None for scheme in self.schemes)
 
     def _scheme(self, module: str) -> GroupScheme:
-        """The scheme whose targets name the module, else the one of all linear layers. Whether a module is quantised is
-        judged by its tensors, not by `ignore`, which may have the name of the matrix that it is fused into."""
+        """The scheme that has the module's name as a target, else one with an expression for it, else the one of all
+        linear layers, as the tool chooses. Whether a module is quantised is judged by its tensors, not by `ignore`,
+        which may have the name of the matrix that it is fused into."""
         by_class = [scheme for scheme in self.schemes if "Linear" in scheme.targets]
+        for scheme in self.schemes:
+            if module in scheme.targets:
+                return scheme
         for scheme in self.schemes:
             if any(self._names(target, module) for target in scheme.targets):
                 return scheme
@@ -247,9 +251,7 @@ class CompressedTensors(Format):
         return by_class[0]
 
     def _names(self, target: str, module: str) -> bool:
-        if target.startswith("re:"):
-            return self.expressions.matches(target.removeprefix("re:"), module)
-        return target == module
+        return target.startswith("re:") and self.expressions.matches(target.removeprefix("re:"), module)
 
     def scheme(self, module: str) -> str:
         return self._scheme(module).text

@@ -4,7 +4,7 @@ W_q      uint8: codes [n * k / group, group], divided by rows into as many slabs
          code of each slab, that of the first in the highest bits
 scale    [n * k / group, 1]
 zero     [n * k / group, 1]: w = scale * (code - zero)
-shape    [2]; further scalars repeat the config (nbits, group_size, axis)
+shape    [2]; further scalars repeat the config (nbits, group_size, axis), with which they must agree
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ OF_LAYER = {
     **keys(QUANTISED_SCALES, "scale_quant_params", "zero_quant_params"),
     **keys(OTHERS, "offload_meta"),
 }
+REPEATED = ("nbits", "group_size", "axis")
+"""Scalars of a layer that say what the config says of all layers."""
 SCALARS = (
-    "nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
-    "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize",
-    "round_zero", "shape",
+    "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta",
+    "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero",
 )  # fmt: skip
-"""Further tensors of a layer, which are not read except `shape`."""
+"""Further tensors of a layer, which are not read: the shapes and types of its codes and scales show the same."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,12 @@ class Hqq(Format):
         return f"hqq of {self.bits} bits"
 
     def parts(self, module: str, held: Container[str]) -> Parts:
-        return {name: f"{module}.{name}" for name in (*self.marks, "shape")}
+        repeated = (name for name in REPEATED if f"{module}.{name}" in held)
+        return {name: f"{module}.{name}" for name in (*self.marks, "shape", *repeated)}
 
     def dtypes(self, module: str) -> Dtypes:
-        return {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS, "shape": WHOLE}
+        whole = dict.fromkeys(("shape", *REPEATED), WHOLE)
+        return {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS, **whole}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return SCALARS
@@ -113,6 +116,9 @@ class Hqq(Format):
         stored = tensors["shape"].tolist()
         expect(isinstance(stored, list) and len(stored) == 2, module, f"its shape is {stored}; rows and columns are")
         (n, k), size, in_byte = stored, self.group_size, 8 // self.bits
+        for name, known in zip(REPEATED, (self.bits, size, 1), strict=True):
+            own = tensors[name].tolist() if name in tensors else known
+            expect(own == known, module, f"its own {name} is {own}, and the config's is {known}")
         expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")
         packed, groups = tensors["W_q"], n * k // size
         expect(
