@@ -32,6 +32,8 @@ from headrace.ipc.failure import HeadraceError, ModelError
 SIZES = {"feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"}
 """Where the family derives them from others; the shapes of weights are checked."""
 ROTATION = {"rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa"}
+OF_PREDICTION = {"attention.layer_norm_epsilon"}
+"""Of layers that only predict."""
 UNSCALED = {"context_length", "rope.scale_linear"}
 """With YaRN: its context is the original one times the factor, which has a newer key."""
 OFF_BY_TYPE = {"rope.scaling.factor", "rope.scale_linear"}
@@ -45,8 +47,8 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "deepseek2": {"attention.key_length"},  # of the compressed key; the heads' stand in another
     "granitehybrid": ROTATION,  # there is none, but in Bamba
     "granitehybrid, dense": {"expert_used_count"},  # there are no experts
-    "nemotron_h": {"expert_shared_feed_forward_length", *ROTATION},  # likewise
-    "nemotron_h_moe": {"expert_shared_count", *ROTATION},  # whose size together has a key of its own
+    "nemotron_h": {"expert_shared_feed_forward_length", *ROTATION, *OF_PREDICTION},  # likewise
+    "nemotron_h_moe": {"expert_shared_count", *ROTATION, *OF_PREDICTION},  # whose size together has a key of its own
     "jamba": ROTATION,  # there is none
     "glm-dsa": {"attention.key_length"},
     "kimi-linear": {"attention.key_length"},
@@ -375,3 +377,82 @@ def test_a_period_of_sliding_layers_is_read_as_a_list_of_them_is(tmp_path: Path)
     header.metadata["gemma3.attention.sliding_window_pattern"] = np.array([True, False] * 2)
     assert by_period == config_from_gguf(header)["layer_types"]
     assert by_period.count("full_attention") == 2
+
+
+EPS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_eps_of_norms_of_another_kind_says_nothing_of_these(name: str, tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    prefix = header.metadata["general.architecture"]
+    (own,) = (each for each in EPS if f"{prefix}.{each}" in header.metadata)
+    other = EPS[1 - EPS.index(own)]
+    header.metadata[f"{prefix}.{other}"] = header.metadata.pop(f"{prefix}.{own}")
+    with pytest.raises(ModelError, match=f"lacks the metadata key {prefix}.{own}|{prefix}.{other} is"):
+        config_from_gguf(header)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "names"),
+    [
+        ("rope.dimension_count", None, ("glm4", "gptneox", "phi2", "stablelm", "nemotron", "minimax-m2", "qwen35")),
+        ("rope.freq_base", 10_000.0, ("gemma3", "gemma3n", "gemma4", "apertus", "smollm3", "cohere2")),
+        ("expert_weights_norm", False, ("exaone-moe", "glm4moe", "nemotron_h_moe", "deepseek2, version 3")),
+        ("final_logit_softcapping", 30.0, ("gemma2", "gemma4", "gemma4, experts")),
+        ("rope.freq_base_swa", 10_000.0, ("gemma3", "gemma3n", "gemma4")),
+        ("attention.sliding_window_pattern", 4, ("cohere2", "exaone4", "exaone-moe")),
+    ],
+)
+def test_a_key_that_is_left_out_has_the_value_of_llama_cpp(
+    key: str, value: Any, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And not the one of the class of its config."""
+    for name in names:
+        header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+        whole = f"{header.metadata['general.architecture']}.{key}"
+        header.metadata.pop(whole, None)
+        left_out = spec_of(header)
+        header.metadata[whole] = config_from_gguf(header)["head_dim"] if value is None else value
+        assert left_out == spec_of(header), name
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("cohere2", "attention.sliding_window", "lacks the metadata key cohere2.attention.sliding_window"),
+        ("gpt-oss", "attention.sliding_window", "lacks the metadata key gpt-oss.attention.sliding_window"),
+        ("exaone-moe", "attention.sliding_window", "lacks the metadata key exaone-moe.attention.sliding_window"),
+        ("gemma4", "attention.sliding_window_pattern", "sliding_window_pattern has 0 of"),
+        ("chatglm", "rope.dimension_count", "lacks the metadata key chatglm.rope.dimension_count"),
+        ("deepseek2, version 3", "expert_group_used_count", "lacks .* deepseek2.expert_group_used_count"),
+    ],
+)
+def test_a_key_without_which_nothing_is_known_is_missed_by_name(
+    name: str, key: str, message: str, tmp_path: Path
+) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    del header.metadata[f"{header.metadata['general.architecture']}.{key}"]
+    with pytest.raises(ModelError, match=message):
+        config_from_gguf(header)
+
+
+def test_exaone_4_of_the_32b_has_windows_though_its_file_does_not_say_so(tmp_path: Path) -> None:
+    header = GGUFFile(CASES["exaone4"].make().save(tmp_path / "model.gguf")).header
+    del header.metadata["exaone4.attention.sliding_window"]
+    header.metadata["exaone4.block_count"] = 64
+    header.metadata.pop("exaone4.attention.sliding_window_pattern", None)
+    windows = [layer.mixer.sliding_window for layer in spec_of(header).layers]
+    assert windows[:5] == [4096, 4096, 4096, None, 4096]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("general.type", "adapter"), ("general.quantization_version", 1), ("general.type", 3)]
+)
+def test_a_file_of_another_kind_or_of_another_version_of_blocks_is_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    header = GGUFFile(altered(tmp_path / "model.gguf", {})).header
+    header.metadata[key] = value
+    with pytest.raises(ModelError, match=f"the metadata key {key} is {value!r}; (model|2) is expected"):
+        config_from_gguf(header)

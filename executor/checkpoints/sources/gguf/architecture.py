@@ -94,6 +94,16 @@ OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Values of keys that an architecture does not read with which they change nothing; of others it is 0 or false."""
 
 
+LAYER_NORMS = frozenset(
+    (
+        *("bert", "bloom", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais2", "jina-bert-v2", "mpt"),
+        *("nemotron", "nomic-bert", "nomic-bert-moe", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2"),
+    )
+)
+"""Architectures whose norms' eps is `attention.layer_norm_epsilon`; that of others is of RMS norms, under its own key.
+It must be there, as for llama.cpp: the other one says nothing of these norms."""
+
+
 class Fields:
     """Typed access to the metadata keys of a file's architecture. A key is given without the architecture's prefix.
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
+from headrace.executor.checkpoints.sources.gguf.architecture import LAYER_NORMS, Fields, GGUFArchitecture
 from headrace.executor.checkpoints.sources.gguf.dense import DENSE
 from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS, classifier_fields
-from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, shown
 from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL, MIXTURES, mixture
 from headrace.executor.checkpoints.sources.gguf.recurrent import RECURRENT
 from headrace.executor.checkpoints.sources.gguf.special_tokens import end_token_ids
@@ -34,6 +34,8 @@ SAMPLING_KEYS = MappingProxyType(
         "penalty_repeat": "repetition_penalty",
     }
 )
+QUANTIZATION_VERSION = 2
+"""Of the layouts of blocks; the first had others."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -57,6 +59,7 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
 def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     """The content of the equivalent config.json. Raises ModelError, naming the key that is missing or wrong."""
     architecture = architecture_of(header)
+    _check_general(header)
     fields = Fields(header)
     tensors = header.tensors
     if "token_embd.weight" not in tensors:
@@ -76,7 +79,6 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     num_layers = fields.count("block_count", most=MOST["num_hidden_layers"]) - fields.integer("nextn_predict_layers", 0)
     if num_layers < 1:
         raise ModelError(f"{header.path}: {num_layers} layers ({fields.prefix}.block_count less nextn_predict_layers)")
-    rotary_dim = fields.count("rope.dimension_count") if fields.has("rope.dimension_count") else 0
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if head_dim < 1:
         raise ModelError(
@@ -94,9 +96,9 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("context_length"),
         **_eps(fields),
         "rope_theta": _theta(fields),
+        # All dimensions rotate where the file does not say, in families of which a part does, too.
+        "partial_rotary_factor": fields.count("rope.dimension_count", head_dim) / head_dim,
     }
-    if rotary_dim:
-        config["partial_rotary_factor"] = rotary_dim / head_dim
     if scaling := _rope_scaling(fields, config):
         config["rope_scaling"] = scaling
     elif scales_by_default(architecture.architecture):
@@ -109,6 +111,14 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     _expect_common(fields, config)
     fields.check_unread()
     return config | _token_ids(header)
+
+
+def _check_general(header: GGUFHeader) -> None:
+    """Raises ModelError for a file of something else than a model, and for blocks that an other version of the format
+    has packed. The other keys that begin so are notes of who made the file, and of what."""
+    for key, known in (("general.type", "model"), ("general.quantization_version", QUANTIZATION_VERSION)):
+        if (found := header.metadata.get(key, known)) != known:
+            raise ModelError(f"{header.path}: the metadata key {key} is {shown(found)}; {known} is expected")
 
 
 def _query_heads(fields: Fields, architecture: GGUFArchitecture) -> int:
@@ -164,7 +174,7 @@ def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
 
 def _eps(fields: Fields) -> dict[str, float]:
     """The norms' eps, under all names that families use for it."""
-    if fields.has("attention.layer_norm_epsilon"):
+    if fields.prefix in LAYER_NORMS:
         keys = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         return dict.fromkeys(keys, fields.number("attention.layer_norm_epsilon"))
     return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon")}

@@ -18,6 +18,9 @@ GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
 GEMMA2_DEFAULTS = (4096, 50.0, 30.0)
 """The sliding window and the soft caps of scores and logits of Gemma 2 files that do not have them."""
 BAICHUAN_13B_LAYERS = 40
+EXAONE_32B_LAYERS, EXAONE_32B_WINDOW = 64, 4096
+GEMMA4_CAP = 30.0
+"""llama.cpp's cap of Gemma 4's logits, for files that do not have it."""
 ALIBI_BIAS = 8.0
 """llama.cpp's constant for architectures whose files have no `attention.max_alibi_bias`."""
 # Parameters that MiniCPM 3's files do not have, nor MiniCPM's older ones; llama.cpp's code has them as constants.
@@ -71,8 +74,13 @@ def layers_with_windows(fields: Fields, config: Config) -> dict[str, Any]:
     return window(fields, config) | fields.sliding_layers(config["num_hidden_layers"])
 
 
+def always_with_windows(fields: Fields, config: Config) -> dict[str, Any]:
+    """Of an architecture of which every model has a window, whose size a file must therefore say."""
+    return layers_with_windows(fields, config) | {"sliding_window": fields.count("attention.sliding_window")}
+
+
 def _cohere2(fields: Fields, config: Config) -> dict[str, Any]:
-    return layers_with_windows(fields, config) | {"logit_scale": fields.number("logit_scale")}
+    return always_with_windows(fields, config) | {"logit_scale": fields.number("logit_scale")}
 
 
 def _seed_oss(fields: Fields, config: Config) -> dict[str, Any]:
@@ -127,7 +135,10 @@ def _olmo2(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _exaone4(fields: Fields, config: Config) -> dict[str, Any]:
+    """The 32B has windows, of llama.cpp's size where the file does not say; the 1.2B has none."""
     found = layers_with_windows(fields, config)
+    if not fields.has("attention.sliding_window") and config["num_hidden_layers"] == EXAONE_32B_LAYERS:
+        return found | {"sliding_window": EXAONE_32B_WINDOW}
     if found["sliding_window"] is None:
         return found | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     return found
@@ -144,7 +155,6 @@ def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
     }
     if config["model_type"] == "gemma3_text":
         found["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
-        found["rope_theta"] = fields.number("rope.freq_base", 1_000_000.0)
     is_second = config["model_type"] == "gemma2"
     window, *caps = GEMMA2_DEFAULTS if is_second else (0, 0.0, 0.0)
     for key, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True):
@@ -175,7 +185,6 @@ def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
         **fields.sliding_layers(config["num_hidden_layers"]),
         "sliding_window": fields.integer("attention.sliding_window"),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
-        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": fields.number("rope.freq_base_swa", 10_000.0),
     }
 
@@ -184,7 +193,10 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
     """Full attention has larger heads, and other heads of keys where these are values too. The tensor of rotary
     factors says how many dimensions turn in it."""
     layers = config["num_hidden_layers"]
-    types = fields.sliding_layers(layers)["layer_types"]
+    types = fields.sliding_layers(layers).get("layer_types", [])
+    if len(types) != layers:
+        said = f"{fields.prefix}.attention.sliding_window_pattern has {len(types)} of {layers} layers"
+        raise ModelError(f"{fields.header.path}: {said}")
     full, sliding = (types.index(kind) if kind in types else None for kind in ("full_attention", "sliding_attention"))
     for key, value in (("scaling.factor", 1.0), ("scale_linear", 1.0), ("dimension_count", config["head_dim"])):
         fields.expect(f"rope.{key}", value)
@@ -199,7 +211,7 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
     rope = {
         "full_attention": {
             "rope_type": "proportional",
-            "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+            "rope_theta": config["rope_theta"],
             "partial_rotary_factor": float((turned == 1.0).mean()),
         },
         "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)},
@@ -216,7 +228,7 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
         "num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": fields.integer("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": fields.rows(table) if fields.holds(table) else config["vocab_size"],
-        "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": fields.number("final_logit_softcapping", GEMMA4_CAP) or None,
         "rope_parameters": rope,
         "rope_scaling": None,
         "rope_theta": None,
@@ -303,6 +315,7 @@ def _orion(fields: Fields, config: Config) -> dict[str, Any]:
 
 def _chatglm(fields: Fields, config: Config) -> dict[str, Any]:
     """Also GLM 4 as transformers names it, whose files have queries, keys and values apart."""
+    fields.integer("rope.dimension_count")
     fields.expect("rope.dimension_count", config["head_dim"] // 2)
     return {
         **dict.fromkeys(("rope_theta", "partial_rotary_factor", "num_key_value_heads")),

@@ -10,9 +10,9 @@ from typing import Any
 from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
 from headrace.executor.checkpoints.sources.gguf.dense import (
     Config,
+    always_with_windows,
     granite,
     hunyuan,
-    layers_with_windows,
     of_text,
     query_biases,
     window,
@@ -57,8 +57,8 @@ def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> d
             "n_shared_experts": fields.integer("expert_shared_count", 0),
             "routed_scaling_factor": fields.number("expert_weights_scale", 0.0) or 1.0,
             "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
-            "n_group": fields.integer("expert_group_count", 1),
-            "topk_group": fields.integer("expert_group_used_count", 1),
+            "n_group": (groups := fields.integer("expert_group_count", 1)),
+            "topk_group": fields.integer("expert_group_used_count", None if groups > 1 else 1),
         }
     if architecture.always_renormalises is not None:
         fields.expect("expert_weights_norm", architecture.always_renormalises)
@@ -75,7 +75,7 @@ def _qwen2(fields: Fields, config: Config) -> dict[str, Any]:
 def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
     rope = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
-    return query_biases(fields, config) | layers_with_windows(fields, config) | rope
+    return query_biases(fields, config) | always_with_windows(fields, config) | rope
 
 
 def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
@@ -111,6 +111,7 @@ def _yarn_of_latent(fields: Fields, config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
     if scaling is None or not fields.has("rope.scaling.yarn_log_multiplier"):
         return {}
+    fields.expect("rope.scaling.attn_factor", 1.0)
     scale = fields.number("rope.scaling.yarn_log_multiplier") * 10
     return {"rope_scaling": {**scaling, "mscale": scale, "mscale_all_dim": scale}}
 
@@ -151,6 +152,10 @@ def _glm4(fields: Fields, config: Config) -> dict[str, Any]:
     return query_biases(fields, config) | {"use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
 
 
+def _dots1(fields: Fields, config: Config) -> dict[str, Any]:
+    return query_biases(fields, config) | {"sliding_window": None}  # its class has one, of no published model
+
+
 def _ernie(fields: Fields, config: Config) -> dict[str, Any]:
     return {
         "moe_layer_start_index": fields.integer("leading_dense_block_count", 0),
@@ -166,7 +171,7 @@ def _exaone_moe(fields: Fields, config: Config) -> dict[str, Any]:
     fields.expect("expert_shared_feed_forward_length", inner * count)
     for key in ("scaling.factor", "scale_linear"):
         fields.expect(f"rope.{key}", 1.0)
-    return layers_with_windows(fields, config) | {"num_shared_experts": count}
+    return always_with_windows(fields, config) | {"num_shared_experts": count}
 
 
 def _dbrx(fields: Fields, config: Config) -> dict[str, Any]:
@@ -284,7 +289,7 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         ),
         "dbrx": GGUFArchitecture("DbrxForCausalLM", "dbrx", is_mixture=True, extra=_dbrx, always_renormalises=True),
         "dots1": GGUFArchitecture(
-            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, routes_in_groups=True, gating=(0, SIGMOID)
+            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=_dots1, routes_in_groups=True, gating=(0, SIGMOID)
         ),
         "ernie4_5-moe": GGUFArchitecture(
             "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, always_renormalises=True
@@ -294,7 +299,6 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             "exaone_moe",
             is_mixture=True,
             extra=_exaone_moe,
-            renormalised=True,
             routes_in_groups=True,
             gating=(0, SIGMOID),
         ),
@@ -311,7 +315,6 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             "glm4_moe",
             is_mixture=True,
             extra=_glm4,
-            renormalised=True,
             routes_in_groups=True,
             gating=(0, SIGMOID),
         ),

@@ -25,6 +25,7 @@ NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.(weight|bias)")
 LAYER = re.compile(r"blk\.(\d+)\.")
+OF_PREDICTION = re.compile(r"blk\.(\d+)\.nextn\.")
 # Weights of one number per layer, which a file has in its metadata.
 METADATA_WEIGHTS = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
 # Fused tensors whose rows the converter leaves in their groups.
@@ -72,7 +73,7 @@ class _Places:
         self._others, self._stacks = architecture.names, architecture.stacks
         self._prefix = spec.names.prefixes[0]
         self._table = get_tensor_name_map(kind, spec.num_layers)
-        self._num_blocks = int(header.metadata.get(f"{own}.block_count", spec.num_layers))
+        self._predicting = {int(match[1]) for name in header.tensors if (match := OF_PREDICTION.match(name))}
         self.shapes = {weight.name: weight.shape for weight in model_weights(spec)}
         if spec.names.sublayers > 1:  # whose names in checkpoints lack the second number
             numbers = re.compile(rf"^({re.escape(self._prefix + spec.names.layers)}\.\d+\.)\d+\.")
@@ -120,9 +121,10 @@ class _Places:
                     break
 
     def is_beyond(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer beyond the last, which is for multi-token prediction."""
+        """Whether a tensor belongs to a layer beyond the last that is for multi-token prediction, as others of its
+        tensors show."""
         match = LAYER.match(name)
-        return match is not None and self._spec.num_layers <= int(match[1]) < self._num_blocks
+        return match is not None and int(match[1]) >= self._spec.num_layers and int(match[1]) in self._predicting
 
     def expert(self, layer: int, matrix: str, kind: str, number: int) -> str:
         names = self._spec.names

@@ -156,6 +156,7 @@ def _falcon_h1(fields: Fields, config: Config) -> dict[str, Any]:
 
 def _nemotron_h(fields: Fields, config: Config) -> dict[str, Any]:
     """What a layer is, its tensors tell."""
+    fields.has("attention.layer_norm_epsilon")  # of layers that only predict, which are not run
     fields.expect("rope.scaling.finetuned", False)  # nothing is rotated
     recurrent, inner = _ssd(fields), config["intermediate_size"]
     kinds = []
@@ -335,7 +336,6 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
             is_mixture=True,
             extra=_nemotron_h,
             routes_in_groups=True,
-            renormalised=True,
             gating=(0, SIGMOID),
             some_attend=True,
         ),
