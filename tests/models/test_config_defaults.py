@@ -93,3 +93,62 @@ def test_a_rotation_without_its_base_or_with_null_has_transformers_base(kind: st
         ("rope_theta", None),
     ):
         expect_defaults_of_transformers(kind, {**rest, name: value}, f"{name}: {value}")
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 7000.0, "llama_4_scaling_beta": 0.3}}),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}}),
+        (
+            "ministral3",
+            {"rope_parameters": {"type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1},
+             "original_max_position_embeddings": 4096},
+        ),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN}}),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": None}}),
+        ("olmo3", {"rope_parameters": {"full_attention": {"type": "linear", "factor": 3.0}, "sliding_attention": {}}}),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}}),
+        ("olmo3", {"rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"}}),
+        ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}}),
+        ("lfm3", {"rope_parameters": {"full_attention": {**YARN}, "sliding_attention": {"rope_theta": 50.0}}}),
+        ("minicpm3", {"scale_depth": None}),
+        ("minicpm3", {"scale_depth": None, "dim_model_base": None}),
+        ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+        ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": 9000.0}),
+        ("olmo_hybrid", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)  # fmt: skip
+def test_what_a_section_leaves_out_is_transformers(kind: str, changed: dict[str, Any]) -> None:
+    """The class fills its config in, which is then one that leaves nothing out."""
+    whole = config_of(kind)
+    assert whole is not None
+    rest = {key: value for key, value in whole.items() if key not in (*NAMING, "rope_parameters", *changed)}
+    filled = AutoConfig.for_model(kind, **copy.deepcopy(rest | changed)).to_dict()
+    expected = spec_from_config(
+        json.loads(
+            json.dumps(filled | {"architectures": [KINDS[kind]], "vocab_size": whole["vocab_size"]}, default=str)
+        )
+    )
+    left_out = {name: whole[name] for name in NAMING} | rest | changed
+    assert spec_from_config(left_out) == expected
+    assert expected != spec_from_config(whole)
+
+
+def test_a_scaling_of_olmo_3_leaves_the_base_of_layers_with_windows() -> None:
+    """As files have it that an older transformers wrote, in one section."""
+    whole = config_of("olmo3")
+    assert whole is not None
+    spec = spec_from_config(whole | {"rope_parameters": YARN})
+    kinds = {(layer.mixer.sliding_window, layer.mixer.rope.kind, layer.mixer.rope.theta) for layer in spec.layers}
+    assert kinds == {(None, "yarn", 9000.0), (4096, "default", 9000.0)}
+
+
+def test_an_olmo_hybrid_whose_base_is_null_does_not_rotate() -> None:
+    whole = config_of("olmo_hybrid")
+    assert whole is not None
+    spec = spec_from_config(whole | {"rope_parameters": {"rope_type": "default", "rope_theta": None}})
+    assert not spec.ropes

@@ -39,6 +39,8 @@ ROPES: dict[str, Any] = {
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
 }
 """Of a config that has none."""
+THETA = 1_000_000.0
+"""The base of a section that has none."""
 
 
 def build(config: Config) -> ArchSpec:
@@ -51,7 +53,7 @@ def build(config: Config) -> ArchSpec:
     windows = {SLIDING: integer(config, "sliding_window", 256)} if SLIDING in attends else {}
     if SLIDING not in attends:
         config.pass_over("sliding_window")
-    of_kind = {kind: Positions(rope(config, head_dim, 10_000.0, kind), windows.get(kind)) for kind in attends}
+    of_kind = {kind: Positions(rope(config, head_dim, THETA, kind), windows.get(kind)) for kind in attends}
     spec = llama_like(
         config | {"rope_parameters": None, "rope_scaling": None, "rope_theta": None},
         positions=[of_kind.get(kind, Positions(None)) for kind in kinds],

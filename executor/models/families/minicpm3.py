@@ -21,6 +21,8 @@ def multipliers(config: Config) -> dict[str, Any]:
 
 
 def build(config: Config) -> ArchSpec:
+    if "scale_depth" in config and config["scale_depth"] is None:  # residuals are not scaled
+        config = config | {"scale_depth": integer(config, "num_hidden_layers") ** 0.5}
     ffn, heads = dense(config, bias=flag(config, "mlp_bias", False)), max(1, integer(config, "num_attention_heads"))
     defaults = {"rope_interleave": False, "v_head_dim": integer(config, "hidden_size") // heads}
     return latent_like(defaults | config, lambda _: ffn, **multipliers(config))

@@ -25,19 +25,21 @@ ROPE: dict[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 """Of a config that has none."""
+THETA, CONTEXT = 10_000.0, 262_144
+"""The base of a section that has none, and the context of a config that has none."""
 
 
 def build(config: Config) -> ArchSpec:
     if not rope_section(config):
         config = config | {"rope_parameters": ROPE}
     head_dim = head_dim_of(config, None if "head_dim" in config else 128)
-    layer = Positions(rope(config, head_dim, 1_000_000.0), optional_integer(config, "sliding_window"))
+    layer = Positions(rope(config, head_dim, THETA), optional_integer(config, "sliding_window"))
     return llama_like(
         config,
         positions=[layer] * integer(config, "num_hidden_layers"),
         head_dim=head_dim,
         attention={"query_growth": query_growth(config)},
-        default_context=262_144,
+        default_context=CONTEXT,
     )
 
 
@@ -46,7 +48,9 @@ def query_growth(config: Config) -> tuple[int, float, int] | None:
     given = rope_section(config)
     if given.get("llama_4_scaling_beta") is None:
         return None
-    return integer(given, "original_max_position_embeddings"), number(given, "llama_4_scaling_beta"), 0
+    name = "original_max_position_embeddings"  # beside the section, in it, or the whole context
+    original = integer(config, name, integer(given, name, integer(config, "max_position_embeddings", CONTEXT)))
+    return original, number(given, "llama_4_scaling_beta"), 0
 
 
 FAMILY = Family(

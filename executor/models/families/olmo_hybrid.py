@@ -5,7 +5,16 @@ from dataclasses import replace
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks.linear_attention import DeltaNames, DeltaRule
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import Positions, biases, flag, head_dim_of, integer, llama_like, rope
+from headrace.executor.models.families._config import (
+    Positions,
+    biases,
+    flag,
+    head_dim_of,
+    integer,
+    llama_like,
+    rope,
+    rope_section,
+)
 from headrace.executor.models.families._ssd import require_silu
 from headrace.executor.models.families.qwen3_next import layer_kinds
 
@@ -46,8 +55,10 @@ def build(config: Config) -> ArchSpec:
         correction=2.0 if flag(config, "linear_allow_neg_eigval", True) else 1.0,
         names=DELTA,
     )
-    # Without rotary parameters there is no rotation.
-    rotates = config.get("rope_parameters") is not None or config.get("rope_theta") is not None
+    # Without rotary parameters there is no rotation, nor with a base that is null, as transformers writes it.
+    section = rope_section(config)
+    base = section if "rope_theta" in section or (section and "rope_theta" not in config) else config
+    rotates = base.get("rope_theta", 10_000.0 if base is section else None) is not None
     renamed = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
     spec = llama_like(
         config,
