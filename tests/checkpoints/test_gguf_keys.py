@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.ipc.failure import HeadraceError, ModelError
 
-SIZES = {"feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"}
+SIZES = {"feed_forward_length", "expert_feed_forward_length"}
 """Where the family derives them from others; the shapes of weights are checked."""
 ROTATION = {"rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa"}
 OF_PREDICTION = {"attention.layer_norm_epsilon"}
@@ -51,7 +52,7 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "nemotron_h_moe": {"expert_shared_count", *ROTATION, *OF_PREDICTION},  # whose size together has a key of its own
     "jamba": ROTATION,  # there is none
     "glm-dsa": {"attention.key_length"},
-    "kimi-linear": {"attention.key_length"},
+    "kimi-linear": {"attention.key_length", "attention.head_count_kv"},  # 0 says which layers do not attend
     "deepseek2, version 2": UNSCALED,
     "deepseek2, version 3": UNSCALED,
     "deepseek2, mistral": UNSCALED,
@@ -288,6 +289,11 @@ def test_which_layers_have_an_index_the_tensors_say_and_a_list_of_others_is_refu
         ("mistral4", "rope.scaling.type", "linear", "mistral4.rope.scaling.type must be yarn"),
         ("deepseek2, mistral", "attention.temperature_length", 99, "temperature_length is 99, and 64 is computed"),
         ("rwkv7", "token_shift_count", 1, "token_shift_count is 1, and 2 is computed"),
+        ("bloom", "attention.head_count_kv", 2, "head_count_kv is 2, and 4 is computed"),
+        ("starcoder", "attention.head_count_kv", 2, "head_count_kv is 2, and 1 or 4 is computed"),
+        ("mistral4", "rope.scaling.attn_factor", 0.5, "attn_factor is 0.5, and 1.0 is computed"),
+        ("qwen3vl", "rope.dimension_sections", np.array([9, 3, 5, 0], np.int32), "three of together 16 are computed"),
+        ("qwen2vl", "rope.dimension_sections", np.array([2, 1, 1, 1], np.int32), "three of together 4 are computed"),
     ],
 )
 def test_what_these_families_do_not_compute_is_refused(
@@ -297,6 +303,20 @@ def test_what_these_families_do_not_compute_is_refused(
     header.metadata[f"{header.metadata['general.architecture']}.{key}"] = value
     with pytest.raises(ModelError, match=message):
         config_from_gguf(header)
+
+
+def test_layers_beyond_the_last_are_left_out_where_they_only_predict(tmp_path: Path) -> None:
+    """As their tensors show: a number of such layers in another file takes none away."""
+    file = GGUFFile(altered(tmp_path / "model.gguf", {"nextn_predict_layers": 1}))
+    with pytest.raises(ModelError, match=r"blk\.1\.attn_norm\.weight"):
+        Decoder(spec_from_config(file.config), file.weights(), torch.float32, choose=kernels.choose_reference)
+
+
+def test_sections_of_a_rotation_that_make_the_whole_are_one_position(tmp_path: Path) -> None:
+    header = GGUFFile(CASES["qwen3vl"].make().save(tmp_path / "model.gguf")).header
+    spec = spec_of(header)
+    header.metadata["qwen3vl.rope.dimension_sections"] = np.array([4, 2, 10, 0], np.int32)
+    assert spec_of(header) == spec
 
 
 def test_older_mimo_files_have_the_published_factor_of_values(tmp_path: Path) -> None:
@@ -315,7 +335,44 @@ def test_a_yarn_files_attention_factor_multiplies_its_own(tmp_path: Path) -> Non
     assert more.attention_factor == pytest.approx(0.5 * own.attention_factor)
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_q.scale", "blk.1.layer_output_scale.weight", "rope_factors_short.weight"])
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "mpt", "starcoder", "baichuan, 13B"])
+def test_factors_of_a_rotation_are_refused_where_nothing_rotates(name: str, tmp_path: Path) -> None:
+    file = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf"))
+    some = next(record for record in file.tensors.values() if len(record.shape) == 1)
+    for factors in (FACTORS[:1], FACTORS[1:]):
+        own = {each: replace(some, name=each) for each in factors}
+        file.header.tensors = file.tensors = {
+            key: each for key, each in file.tensors.items() if key not in FACTORS
+        } | own
+        with pytest.raises(ModelError, match=factors[0].replace(".", "\\.")):
+            Decoder(spec_of(file.header), file.weights(), torch.float32, choose=kernels.choose_reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [("gemma4", FACTORS), ("gemma4", ()), ("gemma4", FACTORS[1:]), ("phi3, long", FACTORS), ("llama", FACTORS)],
+)
+def test_two_kinds_of_factors_of_one_rotation_are_refused(name: str, factors: tuple[str, ...], tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    some = next(record for record in header.tensors.values() if len(record.shape) == 1)
+    kept = {key: each for key, each in header.tensors.items() if key not in FACTORS}
+    header.tensors = kept | {each: header.tensors.get(each, replace(some, name=each)) for each in factors}
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
+        config_from_gguf(header)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_q.scale",
+        "blk.1.layer_output_scale.weight",
+        "blk.0.attn_rot_embd.weight",
+        "rope_factors_short.weight",
+    ],
+)
 def test_a_tensor_that_nothing_reads_is_named(name: str, tmp_path: Path) -> None:
     file = GGUFFile(altered(tmp_path / "model.gguf", {}, {name: torch.ones(4)}))
     with pytest.raises(ModelError, match=name.replace(".", "\\.")):

@@ -628,8 +628,14 @@ def _mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def _write_sections(writer: gguf.GGUFWriter, config: Config) -> None:
+    """The share of time, height and width in a head's rotated pairs."""
+    pairs = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
+    writer.add_rope_dimension_sections([pairs - 2 * (pairs // 4), pairs // 4, pairs // 4, 0])
+
+
 def _of_text(writer: gguf.GGUFWriter, config: Config) -> None:
-    writer.add_rope_dimension_sections([3, 3, 2, 0])
+    _write_sections(writer, config)
     writer.add_uint32(gguf.Keys.LLM.NUM_DEEPSTACK_LAYERS.format(arch=writer.arch), 3)
 
 
@@ -673,7 +679,7 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "mpt": _mpt,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h_moe,
-    "qwen2vl": lambda writer, config: writer.add_rope_dimension_sections([3, 3, 2, 0]),
+    "qwen2vl": _write_sections,
     "qwen3vl": _of_text,
     "qwen3vlmoe": _of_text,
     "qwen35": _delta,

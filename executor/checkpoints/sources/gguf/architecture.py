@@ -68,7 +68,6 @@ UNUSED: Mapping[str, str] = MappingProxyType(
         "tensor_data_layout": "the name of a layout that is known by the architecture",
         "pooling_type": "of vectors: `encoders.py` reads it",
         "classifier.output_labels": "names: `encoders.py` reads them",
-        "rope.dimension_sections": "in text alone, time, height and width are one position",
         "rope.scaling.finetuned": "how the scaling came about",
     }
 )
@@ -102,6 +101,11 @@ LAYER_NORMS = frozenset(
 )
 """Architectures whose norms' eps is `attention.layer_norm_epsilon`; that of others is of RMS norms, under its own key.
 It must be there, as for llama.cpp: the other one says nothing of these norms."""
+
+ALL_KEY_HEADS = frozenset(("baichuan", "bloom", "gpt2", "gptneox", "mpt", "qwen"))
+"""Architectures with as many key/value heads as heads, whose families read no number of them."""
+SHARED_KEY_HEAD = frozenset(("deepseek2", "glm-dsa", "minicpm3", "mistral4", "starcoder"))
+"""The same with one key/value head, or a compressed one, of which files say 1 or the number of heads."""
 
 
 class Fields:

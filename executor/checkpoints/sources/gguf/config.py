@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.checkpoints.sources.gguf.architecture import LAYER_NORMS, Fields, GGUFArchitecture
+from headrace.executor.checkpoints.sources.gguf.architecture import (
+    ALL_KEY_HEADS,
+    LAYER_NORMS,
+    SHARED_KEY_HEAD,
+    Fields,
+    GGUFArchitecture,
+)
 from headrace.executor.checkpoints.sources.gguf.dense import DENSE
 from headrace.executor.checkpoints.sources.gguf.encoders import ENCODERS, classifier_fields
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, shown
@@ -170,6 +176,24 @@ def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
     if "rope_local_base_freq" not in config and "rope_parameters" not in config:
         fields.expect("rope.freq_base_swa", config["rope_theta"])
     fields.expect("embedding_length_out", config["hidden_size"])
+    heads = config["num_attention_heads"]
+    if fields.prefix in ALL_KEY_HEADS:
+        fields.expect("attention.head_count_kv", heads)
+    elif fields.prefix in SHARED_KEY_HEAD:
+        fields.expect("attention.head_count_kv", 1, heads)
+    _expect_one_position(fields, rotary_dim)
+
+
+def _expect_one_position(fields: Fields, rotary_dim: int) -> None:
+    """Checks the sections of a rotation that turn by a token's time, height and width, which are one position in text
+    alone: together they must be all of it. Raises ModelError."""
+    sections = fields.integers("rope.dimension_sections", 0)
+    listed = sections if isinstance(sections, list) else []
+    if sections and (sum(listed[:3]) != rotary_dim // 2 or any(listed[3:])):
+        raise ModelError(
+            f"{fields.header.path}: the metadata key {fields.prefix}.rope.dimension_sections is {sections!r:.80}; "
+            f"three of together {rotary_dim // 2} are computed, one position in text"
+        )
 
 
 def _eps(fields: Fields) -> dict[str, float]:
@@ -191,6 +215,8 @@ def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | No
     if LONG_FACTORS in fields.header.tensors or SHORT_FACTORS in fields.header.tensors:
         if kind not in ("none", "linear", "longrope"):
             fields.expect("rope.scaling.type", "longrope")
+        if factors is not None:
+            raise ModelError(f"{fields.header.path} has {LONG_FACTORS} and rope_freqs.weight; it is one scaling")
         return _longrope(fields, config, factor)
     if kind == "yarn" and factor != 1.0 and factors is None:
         return _yarn(fields, factor, magnitude)

@@ -207,7 +207,9 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
     inner = config["intermediate_size"]
     sizes = inner if isinstance(inner, list) else [inner]
     table, factors = "per_layer_token_embd.weight", fields.header.tensors.get("rope_freqs.weight")
-    turned = np.ones(1) if factors is None else factors.data.reshape(-1).view("<f4")
+    if factors is None or fields.holds("rope_factors_long.weight") or fields.holds("rope_factors_short.weight"):
+        raise ModelError(f"{fields.header.path}: the dimensions that rotate are those of rope_freqs.weight alone")
+    turned = factors.data.reshape(-1).view("<f4")
     rope = {
         "full_attention": {
             "rope_type": "proportional",

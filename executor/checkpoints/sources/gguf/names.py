@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.sources.gguf.architecture import GGUFArchitecture
     from headrace.executor.models.arch import ArchSpec
 
-# Tensors that are read into the config, or that only llama.cpp uses.
-NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+# Tensors that are read into the config of a model that rotates.
+OF_ROTATION = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.(weight|bias)")
 LAYER = re.compile(r"blk\.(\d+)\.")
@@ -41,7 +41,7 @@ def records_by_name(
     and the decoder refuses it unless it may ignore it."""
     places, found = _Places(header, spec, architecture), dict[str, TensorRecord]()
     for name, record in tensors.items():
-        if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
+        if (spec.ropes and OF_ROTATION.fullmatch(name)) or places.is_beyond(name):
             continue
         if match := EXPERTS.fullmatch(name):
             found |= places.experts(int(match[1]), match[2], match[3], record)
