@@ -103,6 +103,18 @@ def test_a_tensor_that_is_missing_or_of_another_shape_or_type_is_refused_by_name
     assert not wrong
 
 
+@pytest.mark.parametrize("case", ["quark fp8", "compressed fp8"])
+def test_zero_points_of_floats_are_zero_or_refused(case: str, tmp_path: Path) -> None:
+    made.write(tmp_path, tiny_models.build("llama", num_hidden_layers=1), *MADE[case]())
+    file, exact = tmp_path / "model.safetensors", matrix(tmp_path)
+    tensors, name = load_file(file), f"{Q_PROJ}.weight_zero_point"
+    save_file(tensors | {name: torch.zeros(64, 1, dtype=torch.int8)}, file)
+    assert torch.equal(matrix(tmp_path), exact)
+    save_file(tensors | {name: torch.full((64, 1), 3, dtype=torch.int8)}, file)
+    with pytest.raises(ModelError, match=f"{name} is not zero, and nothing is shifted"):
+        matrix(tmp_path)
+
+
 def test_int8_weights_in_a_gpus_own_order_are_refused(tmp_path: Path) -> None:
     made.write(tmp_path, tiny_models.build("llama", num_hidden_layers=1), *made.bitsandbytes("int8"))
     file = tmp_path / "model.safetensors"

@@ -93,6 +93,9 @@ class Format(ABC):
     """Suffixes of tensors, after the module's name, that only quantised matrices have. One of them suffices to mark a
     matrix as quantised, so that the absence of any other is an error."""
 
+    unshifted: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of tensors that hold zeros alone where they are no part of a module's matrix."""
+
     @property
     def rounds_inputs(self) -> bool:
         """Whether the inputs of some matrices are to be rounded to int8."""

@@ -200,6 +200,7 @@ class CompressedTensors(Format):
         "weight_g_idx",
         "weight_shape",
     )
+    unshifted = ("weight_zero_point",)
     keys: ClassVar[Keys] = {
         **COMMON,
         **keys(READ, "format", "sparsity_config", "transform_config"),

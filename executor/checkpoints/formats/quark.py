@@ -134,6 +134,7 @@ class Quark(Format):
     )
     made_by = "amd-quark 0.13 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("weight_scale", "weight_zero_point")
+    unshifted = ("weight_zero_point",)
     keys: ClassVar[Keys] = {
         **COMMON,
         "global_quant_config": OF_LAYER,

@@ -129,6 +129,11 @@ class _Matrices:
                 wanted = " or ".join(dtype_name(each) for each in dtypes[part])
                 stored = f"{self._parts[name][part]} is stored as {dtype_name(tensor.dtype)}; {wanted} is expected"
                 expect(False, module, stored)
+        for other in (f"{module}.{suffix}" for suffix in self._format.unshifted):
+            if other in self._source.names() and other not in self._parts[name].values():
+                expect(
+                    not self._source.get(other).float().any(), module, f"{other} is not zero, and nothing is shifted"
+                )
         try:
             found = self._format.read(module, tensors)
         except ValueError as error:
