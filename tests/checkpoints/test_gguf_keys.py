@@ -254,7 +254,7 @@ def test_routing_that_a_mixture_does_not_compute_is_refused_by_its_key(
     ("key", "values", "message"),
     [
         ("attention.head_count", [4, 4, 4, 0, 4], "layer 1 has a linear layer in the place of attention"),
-        ("attention.head_count_kv", [4, 0, 2], "heads and feed_forward_length of 3 layers of 5"),
+        ("attention.head_count_kv", [4, 0, 2], "head_count_kv has 3 entries, and there are 5 layers"),
         ("attention.head_count", [4, 0, 2, 0, 4], "attention.head_count is an array of 5; a single int"),
     ],
 )
@@ -285,7 +285,7 @@ def test_which_layers_have_an_index_the_tensors_say_and_a_list_of_others_is_refu
         ("mimo2", "leading_dense_block_count", 0, "leading_dense_block_count is 0, and 1 is computed"),
         ("step35", "attention.head_count_kv", np.array([2, 1, 1, 2, 2], np.int32), r"layers have \[1, 2\] key/value"),
         ("step35", "attention.head_count", np.array([4, 6, 4, 4, 4], np.int32), "differs in layers of one kind"),
-        ("step35", "attention.head_count", np.array([4, 6, 6], np.int32), "differs in layers of one kind"),
+        ("step35", "attention.head_count", np.array([4, 6, 6], np.int32), "has 3 entries, and there are 5 layers"),
         ("mistral4", "rope.scaling.type", "linear", "mistral4.rope.scaling.type must be yarn"),
         ("deepseek2, mistral", "attention.temperature_length", 99, "temperature_length is 99, and 64 is computed"),
         ("rwkv7", "token_shift_count", 1, "token_shift_count is 1, and 2 is computed"),
@@ -512,4 +512,32 @@ def test_a_file_of_another_kind_or_of_another_version_of_blocks_is_refused(
     header = GGUFFile(altered(tmp_path / "model.gguf", {})).header
     header.metadata[key] = value
     with pytest.raises(ModelError, match=f"the metadata key {key} is {value!r}; (model|2) is expected"):
+        config_from_gguf(header)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "deci", "step35", "jamba", "lfm2", "gemma3n", "nemotron_h_moe", "mimo2"])
+def test_a_list_has_an_entry_for_each_layer(name: str, tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    stored, prefix = dict(header.metadata), header.metadata["general.architecture"]
+    lists = {key: each for key, each in stored.items() if key.startswith(prefix) and isinstance(each, np.ndarray)}
+    assert lists
+    for key, values in lists.items():
+        for other in (values[:-1], np.concatenate([values, values[:1]]), values[:0]):
+            header.metadata = stored | {key: other}
+            with pytest.raises(ModelError, match=key):
+                config_from_gguf(header)
+
+
+@pytest.mark.parametrize("value", [np.array([4, 8], np.int32), np.zeros(0, np.int32), "8", True], ids=str)
+def test_a_number_of_experts_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
+    header = GGUFFile(CASES["qwen3moe"].make().save(tmp_path / "model.gguf")).header
+    header.metadata["qwen3moe.expert_count"] = value
+    with pytest.raises(ModelError, match=r"qwen3moe\.expert_count is .*; a number is expected"):
+        config_from_gguf(header)
+
+
+def test_a_list_of_nothing_is_no_value(tmp_path: Path) -> None:
+    header = GGUFFile(CASES["llama, biases, wide heads"].make().save(tmp_path / "model.gguf")).header
+    header.metadata["llama.attention.value_length"] = np.zeros(0, np.int32)
+    with pytest.raises(ModelError, match=r"llama\.attention\.value_length is \[\[\]\]|value_length is \[\]"):
         config_from_gguf(header)

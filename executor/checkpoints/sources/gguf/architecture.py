@@ -125,7 +125,7 @@ class Fields:
         value = self._stored(key)
         value = default if value is None else value
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one value per layer, all equal
+            value = self._of_layers(key, value)[0].item()  # one value per layer, all equal
         if value is None:
             raise ModelError(f"{self.header.path} lacks the metadata key {name}")
         if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
@@ -138,6 +138,13 @@ class Fields:
         self._read.add(key)
         return self.header.metadata.get(f"{self.prefix}.{key}")
 
+    def _of_layers(self, key: str, values: np.ndarray) -> np.ndarray:
+        """Raises ModelError if there is not one value for each layer, with those that only predict."""
+        count = self.header.metadata.get(f"{self.prefix}.block_count")
+        if len(values) != count:
+            raise ModelError(f"{self._named(key)} has {len(values)} entries, and there are {shown(count)} layers")
+        return values
+
     def has(self, key: str) -> bool:
         return self._stored(key) is not None
 
@@ -149,7 +156,7 @@ class Fields:
         """One integer for all layers, or a list with one per layer. Raises ModelError."""
         values = self._stored(key)
         if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and len(set(values.tolist())) > 1:
-            return [int(each) for each in values]
+            return [int(each) for each in self._of_layers(key, values)]
         return self.integer(key, default)
 
     def floats(self, key: str) -> list[float] | None:
@@ -159,7 +166,14 @@ class Fields:
             return None
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             raise ModelError(f"{self._named(key)} is {values!r:.80}; a number for each layer is expected")
-        return [float(each) for each in values]
+        return [float(each) for each in self._of_layers(key, values)]
+
+    def sections(self, key: str) -> list[int]:
+        """Numbers that are not those of layers; none if the key is missing. Raises ModelError."""
+        values = self._stored(key)
+        if values is not None and (not isinstance(values, np.ndarray) or values.dtype.kind not in "iu"):
+            raise ModelError(f"{self._named(key)} is {shown(values)}; a list of whole numbers is expected")
+        return [] if values is None else [int(each) for each in values]
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number. Raises ModelError."""
@@ -200,7 +214,9 @@ class Fields:
         if pattern is None:
             return {}
         if isinstance(pattern, np.ndarray):
-            slides = [bool(each) for each in pattern]
+            if pattern.dtype.kind not in "biu":
+                raise ModelError(f"{self._named('attention.sliding_window_pattern')} has numbers that are not whole")
+            slides = [bool(each) for each in self._of_layers("attention.sliding_window_pattern", pattern)]
         else:
             period = self.integer("attention.sliding_window_pattern")
             slides = [period < 1 or index % period < period - 1 for index in range(num_layers)]
@@ -210,7 +226,7 @@ class Fields:
         """Reads a key for which the architecture computes with these values alone. Raises ModelError for others."""
         found = self._stored(key)
         if isinstance(found, np.ndarray):
-            found = found.tolist()
+            found = found.tolist() or [found.tolist()]
         for each in found if isinstance(found, list) else [found]:
             if each is not None and each not in values:
                 allowed = " or ".join(map(str, values)) or "nothing"

@@ -56,8 +56,13 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
         raise ModelError(
             f"{header.path} is of architecture {name}; supported in GGUF files are {', '.join(sorted(ARCHITECTURES))}"
         )
-    found = MIXTRAL if name == "llama" and header.metadata.get("llama.expert_count") else ARCHITECTURES[name]
-    if header.metadata.get(f"{name}.expert_count") and not found.is_mixture:
+    experts = header.metadata.get(f"{name}.expert_count", 0)
+    if isinstance(experts, bool) or not isinstance(experts, int):
+        raise ModelError(
+            f"{header.path}: the metadata key {name}.expert_count is {shown(experts)}; a number is expected"
+        )
+    found = MIXTRAL if name == "llama" and experts else ARCHITECTURES[name]
+    if experts and not found.is_mixture:
         raise ModelError(f"{header.path} is a mixture of experts ({name}), which this architecture is not known to be")
     return found
 
@@ -187,9 +192,8 @@ def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
 def _expect_one_position(fields: Fields, rotary_dim: int) -> None:
     """Checks the sections of a rotation that turn by a token's time, height and width, which are one position in text
     alone: together they must be all of it. Raises ModelError."""
-    sections = fields.integers("rope.dimension_sections", 0)
-    listed = sections if isinstance(sections, list) else []
-    if sections and (sum(listed[:3]) != rotary_dim // 2 or any(listed[3:])):
+    sections = fields.sections("rope.dimension_sections")
+    if any(sections) and (sum(sections[:3]) != rotary_dim // 2 or any(sections[3:])):
         raise ModelError(
             f"{fields.header.path}: the metadata key {fields.prefix}.rope.dimension_sections is {sections!r:.80}; "
             f"three of together {rotary_dim // 2} are computed, one position in text"

@@ -100,9 +100,7 @@ def _deci(fields: Fields, config: Config) -> dict[str, Any]:
     count, inner = config["num_hidden_layers"], config["intermediate_size"]
     heads, key_heads = (fields.integers(f"attention.{each}") for each in ("head_count", "head_count_kv"))
     lists = ([each] * count if isinstance(each, int) else each for each in (heads, key_heads, inner))
-    layers, blocks = list(zip(*lists, strict=False)), []
-    if len(layers) != count:
-        raise ModelError(f"{fields.header.path}: heads and feed_forward_length of {len(layers)} layers of {count}")
+    layers, blocks = list(zip(*lists, strict=True)), []
     for index, (own, keys, size) in enumerate(layers):
         if own and not keys:
             raise ModelError(

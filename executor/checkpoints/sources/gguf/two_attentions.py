@@ -83,7 +83,7 @@ def _of_each_kind(fields: Fields, key: str, types: list[str]) -> dict[str, int]:
     given = fields.integers(key)
     values = given if isinstance(given, list) else [given] * len(types)
     found = dict(zip(types, values, strict=False))
-    if len(values) < len(types) or any(found[kind] != each for kind, each in zip(types, values, strict=False)):
+    if any(found[kind] != each for kind, each in zip(types, values, strict=False)):
         raise _refused(fields, f"{fields.prefix}.{key} differs in layers of one kind of attention")
     return found
 
