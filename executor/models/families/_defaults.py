@@ -13,19 +13,8 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             1e-5: (
                 *("Apertus", "Arcee", "Bamba", "Cwm", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "ExaoneMoe", "FalconH1"),
                 *("Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteSWA", "HunYuanDenseV1", "HunYuanMoEV1", "IQuestCoder"),
-                *(
-                    "HYV4",
-                    "InternLM3",
-                    "KimiLinear",
-                    "Llama4",
-                    "MiniCPM3",
-                    "Ministral3",
-                    "Mixtral",
-                    "Olmo2",
-                    "Olmo3",
-                    "Olmoe",
-                ),
-                *("HYV3", "Phi3", "SolarOpen", "Zamba2"),
+                *("HYV3", "HYV4", "InternLM3", "KimiLinear", "Llama4", "MiniCPM3", "Ministral3", "Mixtral", "Olmo2"),
+                *("Olmo3", "Olmoe", "Phi3", "SolarOpen", "Zamba2"),
             ),
             1e-6: ("GraniteMoeHybrid",),
             1.5625e-7: ("Glm", "Glm4"),
@@ -35,11 +24,10 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             10_000.0: ("Exaone4", "ExaoneMoe"),
             100_000.0: ("Helium",),
             500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Olmo3"),
-            1_000_000.0: ("Cwm", "SolarOpen"),
+            1_000_000.0: ("SolarOpen",),
             5_000_000.0: ("MiniMaxM2", "MiniMaxM3VL"),
             6_000_000.0: ("BailingHybrid",),
             11_158_840.0: ("HYV3",),
-            12_000_000.0: ("Apertus",),
         },
         "routed_scaling_factor": {
             1.8: ("Glm4MoeLite",),
@@ -118,6 +106,8 @@ def defaults_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
         sections = [_ROPES[own]]
     has_theta = any(section.get(name) is not None for name in _THETA for section in (config, *sections))
     by_type = any(isinstance(each, Mapping) for section in sections for each in section.values())
+    if own in _ROPES and not (has_theta or by_type):
+        found["rope_theta"] = _ROPES[own]["rope_theta"]
     for name, values in _DEFAULTS.items():
         given = has_theta or by_type if name == "rope_theta" else name in config
         if not given:
