@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -398,20 +399,30 @@ def test_ten_pauses_leave_one_engine_and_neither_lose_nor_change_a_stream(who, p
     with serving(*options, null_model={"step_delay_s": 0.002}) as server, contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(asked)))
         clients = [stack.enter_context(server.client()) for _ in asked]
+        begun: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def text_of(number: int) -> str:
+            texts = list[str]()
             with clients[number].stream("POST", COMPLETIONS, json={**asked[number], "stream": True}) as response:
                 assert response.status_code == 200, response.read()
-                return "".join(event["choices"][0]["text"] for event in events_of(response))
+                for event in events_of(response):
+                    if not texts:
+                        begun.put(number)
+                    texts.append(event["choices"][0]["text"])
+            return "".join(texts)
+
+        def until_all_have_begun() -> None:
+            for _ in asked:
+                begun.get(timeout=60)
 
         expected = list(pool.map(text_of, range(len(asked))))
+        until_all_have_begun()
         assert len(set(expected)) == len(asked)
         engine = engine_of(server).pid
         paused = [engine] if who == "engine" else [p.pid for p in all_processes(server) if p.pid != engine]
         for pause in range(10):
             streams = [pool.submit(text_of, number) for number in range(len(asked))]
-            with server.client() as watcher:
-                wait_until(lambda w=watcher: metric(w, "headrace:num_requests_running") == len(asked), 20, "all to run")
+            until_all_have_begun()
             for pid in paused:
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(5.5 if pause == 0 else 0.3)  # once for longer than silence that health tells of
