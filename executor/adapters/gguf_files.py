@@ -39,7 +39,10 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "chatglm": ("GlmForCausalLM",),
         "deepseek2": (
-            *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"),
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "Glm4MoeLiteForCausalLM",
+            "Mistral4ForCausalLM",
         ),
         "granitehybrid": ("BambaForCausalLM",),
         "llama": ("MistralForCausalLM", "MistralConsolidated", "MixtralForCausalLM", "InternLM3ForCausalLM"),

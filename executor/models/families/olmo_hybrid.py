@@ -57,8 +57,8 @@ def build(config: Config) -> ArchSpec:
     )
     # Without rotary parameters there is no rotation, nor with a base that is null, as transformers writes it.
     section = rope_section(config)
-    base = section if "rope_theta" in section or (section and "rope_theta" not in config) else config
-    rotates = base.get("rope_theta", 10_000.0 if base is section else None) is not None
+    bases = [each["rope_theta"] for each in (section, config) if "rope_theta" in each]
+    rotates = bases[0] is not None if bases else bool(section)
     renamed = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
     spec = llama_like(
         config,

@@ -548,11 +548,7 @@ class CallReader(PieceReader):
     def _wrapped_arguments(self, calls: CallFormat, key: str, types: frozenset[str], names: Set[str]) -> Reads:
         """Reads an object that is the value of a parameter which the tool does not have, as models write the arguments
         themselves into one. Returns its members or, if they are not the tool's parameters, the parameter as one."""
-        parts: list[str] = []
-        if "string" not in types:
-            yield from self._nest(parts.append)
-        yield from self._until_end_of_value(calls, names, parts.append)
-        text = "".join(parts)
+        text = yield from self._whole_value(calls, names, is_nest="string" not in types)
         said = as_json(text.strip(SPACE))
         value = json.loads(said)
         if isinstance(value, dict) and value.keys() <= names:
@@ -581,13 +577,17 @@ class CallReader(PieceReader):
             yield from self._until_end_of_value(calls, others, self._more_text(call), is_text=True)
             self._arguments(call, '"')
             return
+        text = yield from self._whole_value(calls, others, is_nest=is_nest)
+        said = as_json(text.strip(SPACE))
+        self._arguments(call, as_text(space + text) if not types and said.startswith('"') else said)
+
+    def _whole_value(self, calls: CallFormat, others: Set[str], *, is_nest: bool) -> Reads:
+        """Takes a parameter's value and the marker after it, and returns the value's text."""
         parts: list[str] = []
         if is_nest:  # a string within may contain the marker
             yield from self._nest(parts.append)
         yield from self._until_end_of_value(calls, others, parts.append)
-        text = "".join(parts)
-        said = as_json(text.strip(SPACE))
-        self._arguments(call, as_text(space + text) if not types and said.startswith('"') else said)
+        return "".join(parts)
 
     def _until_end_of_value(
         self, calls: CallFormat, others: Set[str], give: Callable[[str], None], *, is_text: bool = False

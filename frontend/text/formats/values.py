@@ -144,15 +144,15 @@ def python_as_json(text: str) -> str:
     raise NoCallError
 
 
+class _ListsForSets(ast.NodeTransformer):
+    def visit_Set(self, node: ast.Set) -> ast.List:
+        self.generic_visit(node)
+        return ast.List(node.elts, ast.Load())
+
+
 def _python_literal(text: str) -> Any:
     tree = ast.parse(_LEADING_ZEROS.sub(lambda found: found["string"] or "", text), mode="eval")
-    for each in ast.walk(tree):
-        for name, inner in ast.iter_fields(each):
-            if isinstance(inner, ast.Set):
-                setattr(each, name, ast.List(inner.elts, ast.Load()))
-            elif isinstance(inner, list):
-                inner[:] = [ast.List(one.elts, ast.Load()) if isinstance(one, ast.Set) else one for one in inner]
-    return ast.literal_eval(tree)
+    return ast.literal_eval(_ListsForSets().visit(tree))
 
 
 def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: str, other: str) -> str:

@@ -102,6 +102,8 @@ LAYER_NORMS = frozenset(
 """Architectures whose norms' eps is `attention.layer_norm_epsilon`; that of others is of RMS norms, under its own key.
 It must be there, as for llama.cpp: the other one says nothing of these norms."""
 
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
 ALL_KEY_HEADS = frozenset(("baichuan", "bloom", "gpt2", "gptneox", "mpt", "qwen"))
 """Architectures with as many key/value heads as heads, whose families read no number of them."""
 SHARED_KEY_HEAD = frozenset(("deepseek2", "glm-dsa", "minicpm3", "mistral4", "starcoder"))

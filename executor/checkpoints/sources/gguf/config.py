@@ -14,7 +14,9 @@ import numpy as np
 from headrace.executor.checkpoints.sources.gguf.architecture import (
     ALL_KEY_HEADS,
     LAYER_NORMS,
+    LONG_FACTORS,
     SHARED_KEY_HEAD,
+    SHORT_FACTORS,
     Fields,
     GGUFArchitecture,
 )
@@ -42,7 +44,6 @@ SAMPLING_KEYS = MappingProxyType(
 )
 QUANTIZATION_VERSION = 2
 """Of the layouts of blocks; the first had others."""
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
+from headrace.executor.checkpoints.sources.gguf.architecture import (
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    Fields,
+    GGUFArchitecture,
+)
 from headrace.ipc.failure import ModelError
 
 Config = Mapping[str, Any]
@@ -205,7 +210,7 @@ def _gemma4(fields: Fields, config: Config) -> dict[str, Any]:
     inner = config["intermediate_size"]
     sizes = inner if isinstance(inner, list) else [inner]
     table, factors = "per_layer_token_embd.weight", fields.header.tensors.get("rope_freqs.weight")
-    if factors is None or fields.holds("rope_factors_long.weight") or fields.holds("rope_factors_short.weight"):
+    if factors is None or fields.holds(LONG_FACTORS) or fields.holds(SHORT_FACTORS):
         raise ModelError(f"{fields.header.path}: the dimensions that rotate are those of rope_freqs.weight alone")
     turned = factors.data.reshape(-1).view("<f4")
     rope = {
