@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,6 +44,12 @@ class GGUFArchitecture:
     """Whether layers may have no attention; the number of their key/value heads is 0."""
     whole: Callable[[Fields], dict[str, Any]] | None = None
     """Gives the config of an architecture without attention, which has no common fields besides those of tokens."""
+    layer_norms: bool = False
+    """Whether norms are layer norms, whose eps is `attention.layer_norm_epsilon`; that of RMS norms has its own key. It
+    must be there, as for llama.cpp: the other one says nothing of these norms."""
+    key_heads: Literal["stated", "all", "one"] = "stated"
+    """Of a family that reads no number of key/value heads: as many as heads, or one (or a compressed one, of which
+    files say 1 or the number of heads)."""
     key_heads_differ: bool = False
     """Whether `extra` reads the number of key/value heads, which layers may differ in; it may be 0, and that of heads
     then too."""
@@ -92,22 +98,7 @@ OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Values of keys that an architecture does not read with which they change nothing; of others it is 0 or false."""
 
-
-LAYER_NORMS = frozenset(
-    (
-        *("bert", "bloom", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais2", "jina-bert-v2", "mpt"),
-        *("nemotron", "nomic-bert", "nomic-bert-moe", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2"),
-    )
-)
-"""Architectures whose norms' eps is `attention.layer_norm_epsilon`; that of others is of RMS norms, under its own key.
-It must be there, as for llama.cpp: the other one says nothing of these norms."""
-
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-
-ALL_KEY_HEADS = frozenset(("baichuan", "bloom", "gpt2", "gptneox", "mpt", "qwen"))
-"""Architectures with as many key/value heads as heads, whose families read no number of them."""
-SHARED_KEY_HEAD = frozenset(("deepseek2", "glm-dsa", "minicpm3", "mistral4", "starcoder"))
-"""The same with one key/value head, or a compressed one, of which files say 1 or the number of heads."""
 
 
 class Fields:

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 
 from headrace.executor.checkpoints.sources.gguf.architecture import (
-    ALL_KEY_HEADS,
-    LAYER_NORMS,
     LONG_FACTORS,
-    SHARED_KEY_HEAD,
     SHORT_FACTORS,
     Fields,
     GGUFArchitecture,
@@ -106,7 +103,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "num_key_value_heads": _key_heads(fields, architecture, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
-        **_eps(fields),
+        **_eps(fields, architecture),
         "rope_theta": _theta(fields),
         # All dimensions rotate where the file does not say, in families of which a part does, too.
         "partial_rotary_factor": fields.count("rope.dimension_count", head_dim) / head_dim,
@@ -120,7 +117,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     if architecture.extra is not None:
         config |= architecture.extra(fields, config)
     config |= classifier_fields(fields, config)
-    _expect_common(fields, config)
+    _expect_common(fields, architecture, config)
     fields.check_unread()
     return config | _token_ids(header)
 
@@ -164,7 +161,7 @@ def _theta(fields: Fields) -> float:
     return theta
 
 
-def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
+def _expect_common(fields: Fields, architecture: GGUFArchitecture, config: Mapping[str, Any]) -> None:
     """Checks keys whose values must be those of others that are computed with."""
     head_dim, value_dim = config["head_dim"], config.get("v_head_dim")
     fields.expect("attention.key_length_swa", head_dim)
@@ -183,9 +180,9 @@ def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
         fields.expect("rope.freq_base_swa", config["rope_theta"])
     fields.expect("embedding_length_out", config["hidden_size"])
     heads = config["num_attention_heads"]
-    if fields.prefix in ALL_KEY_HEADS:
+    if architecture.key_heads == "all":
         fields.expect("attention.head_count_kv", heads)
-    elif fields.prefix in SHARED_KEY_HEAD:
+    elif architecture.key_heads == "one":
         fields.expect("attention.head_count_kv", 1, heads)
     _expect_one_position(fields, rotary_dim)
 
@@ -201,9 +198,9 @@ def _expect_one_position(fields: Fields, rotary_dim: int) -> None:
         )
 
 
-def _eps(fields: Fields) -> dict[str, float]:
+def _eps(fields: Fields, architecture: GGUFArchitecture) -> dict[str, float]:
     """The norms' eps, under all names that families use for it."""
-    if fields.prefix in LAYER_NORMS:
+    if architecture.layer_norms:
         keys = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         return dict.fromkeys(keys, fields.number("attention.layer_norm_epsilon"))
     return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon")}

@@ -115,11 +115,16 @@ _HEADS = MappingProxyType({"cls": "pooler.dense", "cls.output": "classifier"})
 """BERT's names of a classifier's two matrices; RoBERTa has others for the same."""
 ENCODERS: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        "bert": GGUFArchitecture("BertModel", "bert", extra=_bert, heads=_HEADS),
-        "jina-bert-v2": GGUFArchitecture("JinaBertModel", "jina_bert", extra=_jina, heads=_HEADS),
-        "nomic-bert": GGUFArchitecture("NomicBertModel", "nomic_bert", extra=_nomic, heads=_HEADS),
+        "bert": GGUFArchitecture("BertModel", "bert", extra=_bert, heads=_HEADS, layer_norms=True),
+        "jina-bert-v2": GGUFArchitecture("JinaBertModel", "jina_bert", extra=_jina, heads=_HEADS, layer_norms=True),
+        "nomic-bert": GGUFArchitecture("NomicBertModel", "nomic_bert", extra=_nomic, heads=_HEADS, layer_norms=True),
         "nomic-bert-moe": GGUFArchitecture(
-            "NomicBertModel", "nomic_bert", is_mixture=True, extra=_nomic_experts, always_renormalises=False
+            "NomicBertModel",
+            "nomic_bert",
+            is_mixture=True,
+            extra=_nomic_experts,
+            always_renormalises=False,
+            layer_norms=True,
         ),
     }
 )

@@ -286,8 +286,11 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             extra=_deepseek2,
             routes_in_groups=True,
             gating=(0, 1, SIGMOID),
+            key_heads="one",
         ),
-        "dbrx": GGUFArchitecture("DbrxForCausalLM", "dbrx", is_mixture=True, extra=_dbrx, always_renormalises=True),
+        "dbrx": GGUFArchitecture(
+            "DbrxForCausalLM", "dbrx", is_mixture=True, extra=_dbrx, always_renormalises=True, layer_norms=True
+        ),
         "dots1": GGUFArchitecture(
             "Dots1ForCausalLM", "dots1", is_mixture=True, extra=_dots1, routes_in_groups=True, gating=(0, SIGMOID)
         ),
@@ -309,6 +312,7 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             extra=_glm_dsa,
             routes_in_groups=True,
             gating=(0, SIGMOID),
+            key_heads="one",
         ),
         "glm4moe": GGUFArchitecture(
             "Glm4MoeForCausalLM",
@@ -357,7 +361,7 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
             names={"attn_sinks.weight": "self_attn.attention_sink_bias"},
         ),
         "mistral4": GGUFArchitecture(
-            "Mistral4ForCausalLM", "mistral4", is_mixture=True, extra=_mistral4, routes_in_groups=True
+            "Mistral4ForCausalLM", "mistral4", is_mixture=True, extra=_mistral4, routes_in_groups=True, key_heads="one"
         ),
         "minimax-m2": GGUFArchitecture(
             "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, always_renormalises=True, gating=(0, SIGMOID)
