@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import default_params, params_for
-from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
+from headrace.frontend.api.beam_search import BeamSearchAbort, BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.pooling_calls import pooling_params_for
@@ -150,7 +150,8 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         self._closed = False
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
-        self._sessions: dict[str, StreamingSession] = {}
+        self._sessions: dict[str, StreamingSession | BeamSearchAbort] = {}
+        """What consists of several requests, by the name that `abort` is given."""
         self._stat_loggers = StatLoggers(None)
         renderer().use()
         self._stop_engines = weakref.finalize(self, _stop_engines, self._process_id, client, tracer)
@@ -349,8 +350,14 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client)
         await client.adapters.give([parsed], lora_request)
-        (found,) = await beam_search(client, [parsed], params, self._request_ids)
-        name = str(next(self._request_ids)) if request_id is None else request_id
+        name = str(next(self._request_ids)) if request_id is None else checked_id(request_id)
+        if name in self._sessions:
+            raise id_in_use(name)
+        aborting = self._sessions[name] = BeamSearchAbort()
+        try:
+            (found,) = await beam_search(client, [parsed], params, self._request_ids, aborting)
+        finally:
+            del self._sessions[name]
         yield as_request_output(name, parsed, found, params, client)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:

@@ -103,6 +103,11 @@ class RequestBatch(RequestListener):
                 stream.listener = None
                 stream.abort()
 
+    def abort(self) -> None:
+        """Ends those that run with finish_reason `abort`."""
+        for stream in list(self._running):
+            stream.abort()
+
     def _send(self) -> None:
         """Submits as many as may run now."""
         if self._retry_at_s is not None:

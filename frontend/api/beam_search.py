@@ -94,8 +94,26 @@ class BeamSearchOutput:
     """The best beam_width sequences, best first."""
 
 
+class BeamSearchAbort:
+    """Ends searches from outside, with the sequences so far."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.step: RequestBatch | None = None
+        """The requests of the step that runs."""
+
+    def abort(self) -> None:
+        self.is_asked = True
+        if self.step is not None:
+            self.step.abort()
+
+
 async def beam_search(
-    client: RequestClient, prompts: Sequence[Prompt], params: BeamSearchParams, ids: Iterator[int]
+    client: RequestClient,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    ids: Iterator[int],
+    aborting: BeamSearchAbort | None = None,
 ) -> list[BeamSearchOutput]:
     """Searches for several tokenised prompts at once. Raises InvalidRequestError, and any request's error."""
     if not isinstance(params, BeamSearchParams):
@@ -114,6 +132,7 @@ async def beam_search(
         check("", prompt, step, client)
     ends = frozenset(() if params.ignore_eos else welcome.eos_token_ids)
     searches = [_Search(prompt, params, ends) for prompt in prompts]
+    aborting = aborting or BeamSearchAbort()
     for _ in range(params.max_tokens):
         # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
         growing = [each for each in searches if each.is_growing and len(each.beams[0].tokens) < welcome.max_model_len]
@@ -121,10 +140,11 @@ async def beam_search(
             break
         asked = [each.prompt_of(beam) for each in growing for beam in each.beams]
         requests = checked_requests(client, asked, [step] * len(asked), None, ids)
-        outputs = iter(await RequestBatch(client, requests).run())
+        aborting.step = RequestBatch(client, requests)
+        outputs = iter(await aborting.step.run())
         for each in growing:
             steps = [next(outputs).outputs[0] for _ in each.beams]
-            if any(output.finish_reason == "abort" for output in steps):
+            if aborting.is_asked or any(output.finish_reason == "abort" for output in steps):
                 each.abort()
             else:
                 each.extend([output.logprobs or [] for output in steps])

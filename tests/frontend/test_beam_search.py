@@ -128,6 +128,29 @@ def test_the_asynchronous_face_gives_one_output(llm: LLM, folder: str) -> None:
     assert output.request_id == "name"
 
 
+def test_abort_ends_a_search_with_the_sequences_so_far(folder: str) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
+
+    async def last(llm: AsyncLLM) -> Any:
+        return [output async for output in llm.beam_search(PROMPTS[0], "name", params)][-1]
+
+    async def abort() -> tuple[Any, Any]:
+        async with AsyncLLM(folder, dtype="float32", max_model_len=64, skip_tokenizer_init=True) as llm:
+            searching = asyncio.create_task(last(llm))
+            while "name" not in llm._sessions:
+                await asyncio.sleep(0)
+            with pytest.raises(InvalidRequestError, match="ids must be unique"):
+                await last(llm)
+            await llm.abort("name")
+            aborted = await searching
+            return aborted, await last(llm)  # the name is free again
+
+    aborted, whole = asyncio.run(abort())
+    assert {each.finish_reason for each in aborted.outputs} == {"abort"}
+    assert {each.finish_reason for each in whole.outputs} == {"length"}
+    assert max(len(each.token_ids) for each in aborted.outputs) < 50
+
+
 def test_fields_of_newer_versions_that_ask_for_nothing_pass() -> None:
     """tests/samplers/test_beam_search_online.py of vLLM makes such."""
     params = BeamSearchParams(2, 4, structured_outputs=None, watermarking=None, allowed_token_ids=None)
