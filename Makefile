@@ -54,10 +54,10 @@ lint: install $(TYPES)
 	@wc -l < docs/architecture.md | awk '$$1 > 200 { print "long: " $$1 " lines in docs/architecture.md, which is a map" }'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types types-of-tests
 
-types:
+types: $(TYPES)
 	$(BIN)/mypy
 
-types-of-tests:
+types-of-tests: $(TYPES)
 	$(BIN)/mypy $(RELAXED) tests
 
 fmt: install
