@@ -17,10 +17,11 @@ def words() -> completion.Words:
     return completion.words()
 
 
-def in_bash(script: Path, line: str) -> set[str]:
+def in_bash(script: Path, line: str, function: str = "_headrace") -> set[str]:
     typed = line.split(" ")
     code = (
-        'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _headrace; echo "${COMPREPLY[@]}"'
+        'source "$1"; COMP_WORDS=("${@:2}"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
+        f'{function}; echo "${{COMPREPLY[@]}}"'
     )
     done = subprocess.run(
         ["bash", "--norc", "-c", code, "bash", script, *typed], capture_output=True, text=True, timeout=30, check=True
@@ -41,6 +42,16 @@ def test_bash_completes_commands_options_and_values(words: completion.Words, tmp
     assert in_bash(script, "headrace bench serve --request-r") == {"--request-rate"}
     assert in_bash(script, "headrace models rem") == {"remove"}
     assert in_bash(script, "headrace completion ") >= {"bash", "zsh", "fish"}
+
+
+def test_engine_core_has_a_script_of_its_own(tmp_path: Path) -> None:
+    own = completion.words("engine-core")
+    scripts = [make(own, "engine-core") for make in (completion.bash, completion.zsh, completion.fish)]
+    script = tmp_path / "script"
+    script.write_text(scripts[0])
+    assert in_bash(script, "engine-core --max-num-s", "_engine_core") == {"--max-num-seqs"}
+    assert in_bash(script, "engine-core --dtype b", "_engine_core") == {"bfloat16"}
+    assert not [each for each in scripts if "-F _headrace" in each or "-c headrace" in each]
 
 
 def test_every_command_is_in_every_script(words: completion.Words) -> None:

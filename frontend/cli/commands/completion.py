@@ -1,9 +1,10 @@
-"""Print a script that completes `headrace` commands and options in bash, zsh or fish.
+"""Print a script that completes the commands and options of `headrace`, or of `engine-core`, in bash, zsh or fish.
 
 bash:  headrace completion bash > ~/.local/share/bash-completion/completions/headrace
 zsh:   headrace completion zsh > ~/.headrace.zsh, and `source ~/.headrace.zsh` in ~/.zshrc, after compinit
 fish:  headrace completion fish > ~/.config/fish/completions/headrace.fish
 
+`--program engine-core` prints that of `engine-core`, for a file of its own.
 The script knows the options of this version and starts no Python: print it again after an upgrade.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 SHELLS = ("bash", "zsh", "fish")
+HEADRACE, ENGINE_CORE = "headrace", "engine-core"
 
 
 class Word(NamedTuple):
@@ -32,20 +34,29 @@ Words = Mapping[tuple[str, ...], list[Word]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="Shell that the script is for")
+    parser.add_argument("--program", choices=(HEADRACE, ENGINE_CORE), default=HEADRACE, help="Whose words to complete")
 
 
 def run(arguments: argparse.Namespace) -> int:
     script = {"bash": bash, "zsh": zsh, "fish": fish}[arguments.shell]
-    print(script(words()))
+    print(script(words(arguments.program), arguments.program))
     return 0
 
 
-def words() -> Words:
+def words(program: str = HEADRACE) -> Words:
+    found: dict[tuple[str, ...], list[Word]] = {}
+    _collect(_parser_of(program), (), found)
+    return found
+
+
+def _parser_of(program: str) -> argparse.ArgumentParser:
+    if program == ENGINE_CORE:
+        from headrace.core.process import daemon
+
+        return daemon.make_parser()
     from headrace.frontend.cli.main import commands, make_parser
 
-    found: dict[tuple[str, ...], list[Word]] = {}
-    _collect(make_parser(list(commands())), (), found)
-    return found
+    return make_parser(list(commands()))
 
 
 def _collect(parser: argparse.ArgumentParser, chain: tuple[str, ...], found: dict[tuple[str, ...], list[Word]]) -> None:
@@ -65,10 +76,12 @@ def _collect(parser: argparse.ArgumentParser, chain: tuple[str, ...], found: dic
             own += [Word(flag, text, choices if action.option_strings else (), has_value) for flag in flags]
 
 
-def bash(words: Words) -> str:
+def bash(words: Words, program: str = HEADRACE) -> str:
     """A value that is one of a few is completed, any other as a file."""
     return _BASH.format(
-        commands="|".join(f"'{' '.join(chain)}'" for chain in words if chain),
+        program=program,
+        function=f"_{program.replace('-', '_')}",
+        commands="|".join(f"'{' '.join(chain)}'" for chain in words if chain) or "''",
         words="\n".join(f"    '{' '.join(chain)}') found='{_texts(own)}' ;;" for chain, own in words.items()),
         choices="\n".join(
             f"    '{' '.join((*chain, word.text))}') found='{' '.join(word.choices)}'; return ;;"
@@ -80,7 +93,7 @@ def bash(words: Words) -> str:
 
 
 _BASH = """\
-_headrace_words() {{  # COMMANDS PREVIOUS: sets found; nothing where a file is to be named
+{function}_words() {{  # COMMANDS PREVIOUS: sets found; nothing where a file is to be named
     found=''
     case "$1${{1:+ }}$2" in
 {choices}
@@ -92,32 +105,32 @@ _headrace_words() {{  # COMMANDS PREVIOUS: sets found; nothing where a file is t
 {words}
     esac
 }}
-_headrace() {{
+{function}() {{
     local found chain='' longer index
     for ((index = 1; index < COMP_CWORD; index++)); do
         longer="$chain${{chain:+ }}${{COMP_WORDS[index]}}"
         case "$longer" in {commands}) chain="$longer" ;; esac
     done
-    _headrace_words "$chain" "${{COMP_WORDS[COMP_CWORD - 1]}}"
+    {function}_words "$chain" "${{COMP_WORDS[COMP_CWORD - 1]}}"
     COMPREPLY=($(compgen -W "$found" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
-complete -o default -F _headrace headrace"""
+complete -o default -F {function} {program}"""
 
 
-def zsh(words: Words) -> str:
+def zsh(words: Words, program: str = HEADRACE) -> str:
     """bash's functions, which zsh runs: the words are the same."""
-    return f"autoload -U +X bashcompinit && bashcompinit\n{bash(words)}"
+    return f"autoload -U +X bashcompinit && bashcompinit\n{bash(words, program)}"
 
 
-def fish(words: Words) -> str:
-    lines = ["# headrace completion fish", "complete -c headrace -e"]
+def fish(words: Words, program: str = HEADRACE) -> str:
+    lines = [f"# headrace completion fish, of {program}", f"complete -c {program} -e"]
     for chain, own in words.items():
         below = [word.text for word in own if not word.text.startswith("-")]
         conditions = [f"__fish_seen_subcommand_from {name}" for name in chain]
         conditions += [f"not __fish_seen_subcommand_from {' '.join(below)}"] if below else []
         condition = f" -n {_quoted('; and '.join(conditions))}" if conditions else ""
         for word in own:
-            line = f"complete -c headrace{condition} -d {_quoted(word.help)}"
+            line = f"complete -c {program}{condition} -d {_quoted(word.help)}"
             if not word.text.startswith("-"):
                 lines.append(f"{line} -f -a {_quoted(word.text)}")
                 continue
