@@ -57,6 +57,7 @@ class CpuAttend:
             both_sides=not declared.causal,
         )
         attended = ops.room(num_heads * declared.head_dim, ops.inner)
+        ops.scale_queries(qkv.part(0, num_heads * declared.head_dim), declared.query_growth)
         builder.write_cache(qkv, attention)
         builder.attend(qkv, attended, attention, only_logits=not declared.whole and ops.repeats_from_here())
         return attended if declared.whole else ops.narrowed(attended)
@@ -103,6 +104,7 @@ class CpuLatent:
         layer = LatentLayer(
             num_heads, declared.nope_dim, ops.cache, declared.scale, rotary, interleaved=declared.interleaved
         )
+        ops.scale_queries(query, declared.query_growth)
         absorbed = ops.room(num_heads * layer.vector_dim, torch.float32)
         tables = (None,) * (2 * num_heads) if self.deltas is None else self.deltas.tables
         for head, weight in enumerate(self.keys):

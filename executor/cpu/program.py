@@ -19,6 +19,7 @@ from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import NoMixer, Routing, emit_layer, rounded_up
+from headrace.executor.models.chunks import growth_at
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
@@ -147,6 +148,7 @@ class ProgramOps:
         self.inner = inner_dtype(model)
         self._spec, self.place, self._num_positions = spec, place, num_positions
         self._rotaries: dict[RopeSpec, Rotary] = {}
+        self._growths: dict[tuple[int, float, int], Tensor] = {}
         self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
         self.wide = builder.buffer(spec.hidden_size * (2 if spec.stream is not None else 1), torch.float32)
@@ -324,6 +326,14 @@ class ProgramOps:
         if rope is not None and rope not in self._rotaries:
             self._rotaries[rope] = rotary_tables(rope, self._num_positions)
         return None if rope is None else self._rotaries[rope]
+
+    def scale_queries(self, queries: Buffer, growth: tuple[int, float, int] | None) -> None:
+        """growth: `Attention.query_growth`"""
+        if growth is None:
+            return
+        if growth not in self._growths:
+            self._growths[growth] = growth_at(torch.arange(self._num_positions, dtype=torch.float32), *growth)
+        self.builder.scale_rows(queries, self._growths[growth])
 
 
 class ProgramWriter:

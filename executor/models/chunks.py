@@ -73,8 +73,7 @@ def _tables(batch: PagedBatch, sequences: Tensor, chunks: Tensor, size: int) -> 
 
 
 def query_growth(batch: PagedBatch, positions_per_step: int, share: float, offset: int) -> Tensor:
-    """Factor of each token's queries, [num_tokens] float32, which keeps attention sharp in long contexts (Llama 4's
-    attention temperature): 1 + share * log(1 + floor((position + offset) / positions_per_step))."""
+    """`growth_at` of each token, [num_tokens] float32."""
     key = ("query growth", positions_per_step, share, offset)
     if key not in batch.memo:
         tokens = torch.arange(len(batch.slot_mapping), device=batch.seq_lens.device)
@@ -83,6 +82,12 @@ def query_growth(batch: PagedBatch, positions_per_step: int, share: float, offse
         )
         before = batch.seq_lens[sequences] - (batch.query_start[sequences + 1] - batch.query_start[sequences])
         positions = (before + tokens - batch.query_start[sequences]).float()
-        batch.memo[key] = 1 + share * torch.log1p(torch.floor((positions + offset) / positions_per_step).clamp(min=0))
+        batch.memo[key] = growth_at(positions, positions_per_step, share, offset)
     found: Tensor = batch.memo[key]
     return found
+
+
+def growth_at(positions: Tensor, positions_per_step: int, share: float, offset: int) -> Tensor:
+    """Factors of queries at float32 positions, which keep attention sharp in long contexts (Llama 4's attention
+    temperature): 1 + share * log(1 + floor((position + offset) / positions_per_step))."""
+    return 1 + share * torch.log1p(torch.floor((positions + offset) / positions_per_step).clamp(min=0))

@@ -33,10 +33,6 @@ def growth_within(growth: QueryGrowth, longest: int) -> QueryGrowth:
     return None if growth is None or longest - 1 + growth[2] < growth[0] else growth
 
 
-def why_growth_has_no_program(growth: QueryGrowth) -> str:
-    return "" if growth is None else f"the program scales no queries, which grow from position {growth[0]} on."
-
-
 @dataclass(frozen=True)
 class Attention(Mixer):
     num_heads: int
@@ -209,8 +205,8 @@ class Attention(Mixer):
         norm = Norm.of(spec, spec.names.query_norm, self.head_dim)
         if self.qk_norm == "head" and norm.kind == "layer" and not norm.affine:
             return "the program norms queries and keys by layer norms with weights alone."
-        if why := why_growth_has_no_program(self.query_growth):
-            return why
+        if self.query_growth is not None and (self.qk_norm == "head" or self.clip_qkv is not None):
+            return "the program scales queries by their positions before it norms or clips them."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

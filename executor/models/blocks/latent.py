@@ -19,7 +19,7 @@ from headrace.executor.models.blocks import (
     Norm,
     rounded_up,
 )
-from headrace.executor.models.blocks.attention import growth_within, why_growth_has_no_program
+from headrace.executor.models.blocks.attention import growth_within
 from headrace.executor.models.blocks.gated_norm import OutputGate
 from headrace.ipc.failure import ModelError
 
@@ -142,6 +142,4 @@ class LatentAttention(Mixer):
         return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        if self.rope is None:
-            return "the program's latent attention has rotary dimensions."
-        return why_growth_has_no_program(self.query_growth)
+        return "the program's latent attention has rotary dimensions." if self.rope is None else ""

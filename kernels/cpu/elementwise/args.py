@@ -85,6 +85,18 @@ class AddArgs(ctypes.Structure):
     )
 
 
+class ScaleRowsArgs(ctypes.Structure):
+    """Mirror of `ScaleRowsArgs` in elementwise.h: the arguments of `hr_op_scale_rows`."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+    )
+
+
 class GatherArgs(ctypes.Structure):
     """Mirror of `GatherArgs` in elementwise.h."""
 

@@ -165,6 +165,18 @@ void add(const void* raw, const Step& step, int thread, int num_threads) {
   }
 }
 
+void scale_rows(const void* raw, const Step& step, int thread, int num_threads) {
+  const ScaleRowsArgs& args = *static_cast<const ScaleRowsArgs*>(raw);
+  const Range rows = split(step.num_tokens, thread, num_threads);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const float factor = args.factors[step.positions[row]];
+    if (factor == 1.0f) continue;  // as in short contexts
+    void* values = row_at(args.values, row, args.stride, args.type);
+    for (int64_t i = 0; i < args.size; ++i)
+      store_one(values, i, args.type, load_one(values, i, args.type) * factor);
+  }
+}
+
 void gather(const void* raw, const Step& step, int thread, int num_threads) {
   const GatherArgs& args = *static_cast<const GatherArgs*>(raw);
   const bool own = args.output_thread_stride != 0;
@@ -247,6 +259,10 @@ HR_EXPORT void hr_op_embedding(const void* args, const Step& step, int thread, i
 
 HR_EXPORT void hr_op_add(const void* args, const Step& step, int thread, int num_threads) {
   add(args, step, thread, num_threads);
+}
+
+HR_EXPORT void hr_op_scale_rows(const void* args, const Step& step, int thread, int num_threads) {
+  scale_rows(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_gather(const void* args, const Step& step, int thread, int num_threads) {

@@ -109,6 +109,15 @@ struct CopyArgs {
   Rows rows;
 };
 
+// values *= factors[position], in place
+struct ScaleRowsArgs {
+  void* values;          // [num_tokens, stride]
+  const float* factors;  // [positions]
+  int64_t stride;
+  int64_t size;
+  DType type;
+};
+
 // values = cap * tanh(values / cap), in place
 struct SoftCapArgs {
   float* values;  // [rows, stride]

@@ -124,7 +124,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"AttentionArgs", sizeof(AttentionArgs)}, {"NormArgs", sizeof(NormArgs)},
       {"ActivationArgs", sizeof(ActivationArgs)}, {"EmbeddingArgs", sizeof(EmbeddingArgs)},
       {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
-      {"CopyArgs", sizeof(CopyArgs)},
+      {"CopyArgs", sizeof(CopyArgs)},         {"ScaleRowsArgs", sizeof(ScaleRowsArgs)},
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"LogprobArgs", sizeof(LogprobArgs)},

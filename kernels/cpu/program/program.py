@@ -26,6 +26,7 @@ from headrace.kernels.cpu.elementwise.args import (
     GatedNormArgs,
     GatherArgs,
     NormArgs,
+    ScaleRowsArgs,
     SoftCapArgs,
 )
 from headrace.kernels.cpu.experts.moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
@@ -187,6 +188,13 @@ class Builder:
             args.positions, args.positions_stride, args.positions_type = matrix_of(positions)
         reads = () if positions is None else (out,)
         self._add("embedding", "hr_op_embedding", args, reads, (out,), keep=(table, positions))
+
+    def scale_rows(self, x: Buffer, factors: Tensor) -> None:
+        """x *= factors[position], in place. factors: [positions] float32."""
+        check_vector(factors, len(factors), "the factors of positions")
+        self._limit_positions(len(factors))
+        args = ScaleRowsArgs(values=x.address, factors=pointer(factors), stride=x.stride, size=x.columns, type=x.type)
+        self._add("scale_rows", "hr_op_scale_rows", args, (x,), (x,), keep=(factors,))
 
     def gather(self, source: Buffer, out: Buffer) -> None:
         """out = the rows of source, which has one per token, whose logits the step asks for."""
