@@ -238,7 +238,7 @@ class AsyncControls(OneProcess):
         """
         if delay_iterations or max_iterations:
             raise InvalidRequestError("delay_iterations and max_iterations are refused: stop_profile ends a recording")
-        await self.control(StartProfile(prefix=profile_prefix or ""))
+        await self.control(StartProfile(prefix=profile_prefix or ""), None)  # the profiler may be loaded only now
 
     async def stop_profile(self) -> list[str]:
         """Stops recording and returns the paths of the files, on the engine's host: open them in ui.perfetto.dev."""

@@ -63,7 +63,7 @@ def test_as_many_bad_words_as_may_be_cost_a_few_times_a_text_of_their_length(num
     SamplingParams(bad_words=words)
     text, tokenise = "".join(words), lambda: tokenize_bad_words(words, tokenizer, VOCAB_SIZE)
     assert len(tokenise()) >= num_words
-    assert seconds_of(tokenise) < 5 * seconds_of(lambda: tokenizer.encode(text))
+    assert seconds_of(tokenise) < 10 * seconds_of(lambda: tokenizer.encode(text))
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -72,7 +72,7 @@ class Server:
 
     def client(self, **more: Any) -> httpx.Client:
         # Reading the system's certificates takes 30 ms, and only the test of TLS needs them.
-        return httpx.Client(base_url=self.url, timeout=30, **{"verify": False, **more})
+        return httpx.Client(base_url=self.url, timeout=within(30), **{"verify": False, **more})
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)

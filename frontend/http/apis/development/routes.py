@@ -203,7 +203,7 @@ async def reload_weights(state: ServerState, exchange: Exchange) -> None:
 
 async def start_profile(state: ServerState, exchange: Exchange) -> None:
     decode_query(exchange.query(), NoQuery)
-    await _command(state, StartProfile())
+    await _command(state, StartProfile(), None)  # the profiler may be loaded only now
     await exchange.answer(StatusResponse("ok"))
 
 
