@@ -380,3 +380,28 @@ def test_parts_of_a_buffer_are_written_without_a_barrier_between_them_and_read_a
     assert [op.barrier_before for op in builder._many.ops] == [0, 0, 1, 1]
     with pytest.raises(ValueError, match=r"columns \[16, 25\) are no part of a shared buffer of 24"):
         joined.part(16, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_activated_by_xielu_and_columns_scaled_by_their_rows_position(dtype: torch.dtype) -> None:
+    columns, num_positions = 37, 60
+    model = Model(Weights(Shape(layers=1), torch.float32), torch.float32, num_threads=2)
+    builder = Builder(model.runtime, max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS)
+    table = torch.randn(203, columns) * 10.0 ** torch.arange(-6, 2).repeat(5)[:columns]
+    factors = 1 + torch.arange(num_positions).div(16, rounding_mode="floor").float().log1p()
+    x, out = builder.buffer(columns, torch.float32), builder.buffer(columns, dtype)
+    read = builder.buffer(columns, dtype, rows="logits")
+    builder.embedding(pack(table, runtime_=model.runtime), x)
+    builder.xielu(x, out, above=0.7, below=1.3, linear=0.5, most=-1e-6)
+    builder.scale_rows(out.part(5, 30), factors)
+    builder.gather(out, read)
+    tokens = sequences_of([num_positions], 203)
+    found = builder.build(read).run(step(tokens, [0], [num_positions]))
+    wide = table[tokens[0]].double()
+    wanted = torch.where(wide > 0, 0.7 * wide * wide, 1.3 * (wide.clamp(max=-1e-6).expm1() - wide)) + 0.5 * wide
+    wanted[:, 5:35] *= factors.double()[:, None]
+    precision = 1e-6 if dtype == torch.float32 else 1e-2
+    # The two terms cancel out where x is near -0.7.
+    assert ((found.double() - wanted).abs() <= precision * (wanted.abs() + wide.abs())).all()
+    with pytest.raises(ValueError, match=r"position"):
+        builder.build(read).run(step(sequences_of([num_positions + 1], 203), [0], [num_positions + 1]))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
-from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, Linear, Ops, Vector, rounded_up
+from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, Linear, Ops, Vector, Weight, rounded_up
 from headrace.executor.models.families import Config, Family, NotNativeError
 from headrace.executor.models.families._config import biases, integer, llama_like
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.executor.cpu.program import ProgramOps
+    from headrace.executor.models.reading import CheckedWeights
+    from headrace.kernels.cpu.facade import Buffer
 
 NAMES = WeightNames(
     attention_norm="attention_layernorm",
@@ -21,8 +28,47 @@ BETA, EPS = 0.5, -1e-6
 
 
 @dataclass(frozen=True)
+class Xielu(Declared):
+    """compute(x): xIELU (Huang and Schlag 2024) in float32, with a layer's two slopes, which are learned."""
+
+    eager_reader = "headrace.executor.models.families.apertus:EagerXielu"
+    program_reader = "headrace.executor.models.families.apertus:CpuXielu"
+
+    positive: Vector
+    """Before its softplus; negative likewise."""
+    negative: Vector
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.positive.weights()
+        yield from self.negative.weights()
+
+
+class EagerXielu:
+    """An `Xielu` with its factors, of x^2 above 0 and of e^x - 1 - x below it."""
+
+    def __init__(self, weights: CheckedWeights, declared: Xielu, prefix: str) -> None:
+        positive, negative = (weights.values(each, prefix) for each in (declared.positive, declared.negative))
+        zero = positive.new_zeros(1)
+        self.above, self.below = positive.logaddexp(zero), BETA + negative.logaddexp(zero)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        below = (wide.clamp(max=EPS).expm1() - wide) * self.below
+        return ((self.above * wide * wide).where(wide > 0, below) + BETA * wide).to(x.dtype)
+
+
+class CpuXielu(EagerXielu):
+    """The same as an op of a program."""
+
+    def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
+        out = ops.room(x.columns, ops.inner)
+        ops.builder.xielu(x, out, above=float(self.above), below=float(self.below), linear=BETA, most=EPS)
+        return out
+
+
+@dataclass(frozen=True)
 class LearnedActivation(Ffn):
-    """down(xielu(up(x))). Each layer has its own two slopes as weights."""
+    """down(xielu(up(x)))"""
 
     inner: int
 
@@ -30,14 +76,12 @@ class LearnedActivation(Ffn):
         names, inner = spec.names, Axis(self.inner)
         return {
             "up": Linear(((names.up, inner),), spec.hidden_size),
-            "positive": Vector("mlp.act_fn.alpha_p", 1),
-            "negative": Vector("mlp.act_fn.alpha_n", 1),
+            "activation": Xielu(Vector("mlp.act_fn.alpha_p", 1), Vector("mlp.act_fn.alpha_n", 1)),
             "down": Linear(((names.down, spec.hidden_size),), inner),
         }
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
-        activated = ops.call(xielu, ops.linear(held["up"], x), held["positive"], held["negative"])
-        return [ops.product(held["down"], activated)]
+        return [ops.product(held["down"], ops.compute(held["activation"], ops.linear(held["up"], x)))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> LearnedActivation:
         return self if tp_size == 1 else replace(self, inner=rounded_up(self.inner, tp_size * inner_block))
@@ -48,18 +92,6 @@ class LearnedActivation(Ffn):
 
     def problem(self) -> str:
         return "" if self.inner >= 1 else f"intermediate_size must be at least 1, got {self.inner}"
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no activation with slopes that are learned."
-
-
-def xielu(x: Any, positive: Any, negative: Any) -> Any:
-    """xIELU (Huang and Schlag 2024), in float32. x [num_tokens, inner]; positive, negative [1]: slopes before their
-    softplus."""
-    wide = x.float()
-    above = positive.logaddexp(positive.new_zeros(1)) * wide * wide
-    below = (wide.clamp(max=EPS).expm1() - wide) * (BETA + negative.logaddexp(negative.new_zeros(1)))
-    return (above.where(wide > 0, below) + BETA * wide).to(x.dtype)
 
 
 def build(config: Config) -> ArchSpec:

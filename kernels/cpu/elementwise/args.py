@@ -48,6 +48,25 @@ class ActivationArgs(ctypes.Structure):
     )
 
 
+class XieluArgs(ctypes.Structure):
+    """Mirror of `XieluArgs` in elementwise.h: the arguments of `hr_op_xielu`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("input_type", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+        ("above", ctypes.c_float),
+        ("below", ctypes.c_float),
+        ("linear", ctypes.c_float),
+        ("most", ctypes.c_float),
+    )
+
+
 class EmbeddingArgs(ctypes.Structure):
     """Mirror of `EmbeddingArgs` in elementwise.h: the arguments of `hr_op_embedding`."""
 

@@ -130,6 +130,28 @@ void activation_multiply(const void* raw, const Step& step, int thread, int num_
   }
 }
 
+Floats xielu_of(const XieluArgs& args, Floats x) {
+  const Floats bounded = larger(smaller(x, all_lanes(args.most)), all_lanes(-100.0f));
+  const Floats below = (exponential_less_one(bounded) - x) * args.below;
+  return choose(x > 0.0f, x * x * args.above, below) + x * args.linear;
+}
+
+void xielu(const void* raw, const Step& step, int thread, int num_threads) {
+  const XieluArgs& args = *static_cast<const XieluArgs*>(raw);
+  const int64_t rows = step.rows(args.rows, 0);
+  // Divided by columns, so that threads share even the one row of a decode step.
+  const Range columns = split(args.size, thread, num_threads, kLanes);
+  for (int64_t row = 0; row < rows; ++row) {
+    const void* from = row_at(args.input, row, args.input_stride, args.input_type);
+    void* to = row_at(args.output, row, args.output_stride, args.output_type);
+    int64_t i = columns.begin;
+    for (; i + kLanes <= columns.end; i += kLanes)
+      store_vector(to, i, args.output_type, xielu_of(args, load_vector(from, i, args.input_type)));
+    for (; i < columns.end; ++i)
+      store_one(to, i, args.output_type, xielu_of(args, all_lanes(load_one(from, i, args.input_type)))[0]);
+  }
+}
+
 void embedding(const void* raw, const Step& step, int thread, int num_threads) {
   const EmbeddingArgs& args = *static_cast<const EmbeddingArgs*>(raw);
   const int32_t* const numbers = args.by_type != 0 ? step.token_types : step.positions;
@@ -251,6 +273,10 @@ HR_EXPORT void hr_op_norm(const void* args, const Step& step, int thread, int nu
 
 HR_EXPORT void hr_op_activation_multiply(const void* args, const Step& step, int thread, int num_threads) {
   activation_multiply(args, step, thread, num_threads);
+}
+
+HR_EXPORT void hr_op_xielu(const void* args, const Step& step, int thread, int num_threads) {
+  xielu(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_embedding(const void* args, const Step& step, int thread, int num_threads) {

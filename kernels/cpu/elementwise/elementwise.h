@@ -59,6 +59,22 @@ struct ActivationArgs {
   DType output_type;
 };
 
+// xIELU (Huang and Schlag 2024): linear x + above x^2 for x > 0, else linear x + below (e^min(x, most) - 1 - x)
+struct XieluArgs {
+  const void* input;  // [rows, input_stride]
+  void* output;       // [rows, output_stride]
+  int64_t input_stride;
+  int64_t output_stride;
+  int64_t size;
+  Rows rows;
+  DType input_type;
+  DType output_type;
+  float above;
+  float below;
+  float linear;
+  float most;
+};
+
 struct EmbeddingArgs {
   const void* table;      // [vocab, table_stride] dense rows; null: only `positions` is added to the output
   const void* positions;  // [max_positions, positions_stride] learned positions, or null

@@ -125,6 +125,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"ActivationArgs", sizeof(ActivationArgs)}, {"EmbeddingArgs", sizeof(EmbeddingArgs)},
       {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
       {"CopyArgs", sizeof(CopyArgs)},         {"ScaleRowsArgs", sizeof(ScaleRowsArgs)},
+      {"XieluArgs", sizeof(XieluArgs)},
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"LogprobArgs", sizeof(LogprobArgs)},

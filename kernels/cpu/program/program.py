@@ -28,6 +28,7 @@ from headrace.kernels.cpu.elementwise.args import (
     NormArgs,
     ScaleRowsArgs,
     SoftCapArgs,
+    XieluArgs,
 )
 from headrace.kernels.cpu.experts.moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
 from headrace.kernels.cpu.linear.args import EmbedDeltasArgs
@@ -525,6 +526,25 @@ class Builder:
             output_type=out.type,
         )
         self._add("activation", "hr_op_activation_multiply", args, (gate_up,), (out,))
+
+    def xielu(self, x: Buffer, out: Buffer, *, above: float, below: float, linear: float, most: float) -> None:
+        """out = linear x + above x^2 for x > 0, else linear x + below (e^min(x, most) - 1 - x)."""
+        require_same((x.columns, x.rows), (out.columns, out.rows), "an activation's input", "its output")
+        args = XieluArgs(
+            input=x.address,
+            output=out.address,
+            input_stride=x.stride,
+            output_stride=out.stride,
+            size=x.columns,
+            rows=ROW_COUNTS[out.rows],
+            input_type=x.type,
+            output_type=out.type,
+            above=above,
+            below=below,
+            linear=linear,
+            most=most,
+        )
+        self._add("xielu", "hr_op_xielu", args, (x,), (out,))
 
     def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
         """out += source * scale. A linear layer can add a residual without this op."""

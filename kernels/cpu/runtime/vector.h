@@ -232,12 +232,17 @@ inline Floats exponential(Floats x) {
   return times_power_of_two(power_less_one<kPrecise>(power.f) + 1.0f, power.n);
 }
 
-// tanh x = m / (m + 2) with m = e^(2x) - 1, formed as 2^n (2^f - 1) + (2^n - 1) to keep its precision near 0.
+// e^x - 1 for x from -100 to 80, formed as 2^n (2^f - 1) + (2^n - 1) to keep its precision near 0.
+inline Floats exponential_less_one(Floats x) {
+  PowerOfTwo power = split_power(x);
+  Floats scale = times_power_of_two(all_lanes(1.0f), power.n);
+  return fused(scale, power_less_one<true>(power.f), scale - 1.0f);
+}
+
+// tanh x = m / (m + 2) with m = e^(2x) - 1
 inline Floats hyperbolic_tangent(Floats x) {
   Floats bounded = larger(smaller(x, all_lanes(10.0f)), all_lanes(-10.0f));
-  PowerOfTwo power = split_power(bounded + bounded);
-  Floats scale = times_power_of_two(all_lanes(1.0f), power.n);
-  Floats m = fused(scale, power_less_one<true>(power.f), scale - 1.0f);
+  Floats m = exponential_less_one(bounded + bounded);
   return m / (m + 2.0f);
 }
 
