@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from functools import cache
 from typing import Any
@@ -14,13 +15,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.executor.models.families import families, spec_from_config
 from headrace.executor.models.families._model_types import MODEL_TYPES
+from headrace.executor.models.rotary import inverse_frequencies
 from headrace.executor.models.sizes import weight_shapes
 from headrace.ipc.failure import HeadraceError
 
 NAMED = {"iquestcoder": "IQuestCoderForCausalLM"}
 """What folders name, which transformers loads by another family's class."""
 NAMING = ("architectures", "model_type", "vocab_size")
-NOT_ROTATED = {"olmo_hybrid": "a file without a rotation has none, as the models that are published so"}
 
 
 def kinds() -> dict[str, str]:
@@ -73,11 +74,10 @@ def test_a_field_that_is_left_out_has_transformers_default_or_is_asked_for(kind:
     if whole is None:
         pytest.skip("the class has no defaults that are a model")
     for name in whole.keys() - set(NAMING):
-        if not (name == "rope_parameters" and kind in NOT_ROTATED):
-            expect_defaults_of_transformers(kind, {key: value for key, value in whole.items() if key != name}, name)
+        expect_defaults_of_transformers(kind, {key: value for key, value in whole.items() if key != name}, name)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - NOT_ROTATED.keys()))
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_rotation_without_its_base_or_with_null_has_transformers_base(kind: str) -> None:
     whole = config_of(kind)
     if whole is None or not isinstance((whole.get("rope_parameters") or {}).get("rope_theta"), float):
@@ -147,8 +147,83 @@ def test_a_scaling_of_olmo_3_leaves_the_base_of_layers_with_windows() -> None:
     assert kinds == {(None, "yarn", 9000.0), (4096, "default", 9000.0)}
 
 
-def test_an_olmo_hybrid_whose_base_is_null_does_not_rotate() -> None:
+@pytest.mark.parametrize(
+    ("changed", "rotates"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, False),
+        ({"rope_parameters": {"rope_theta": None}}, False),  # as the published model has it
+        ({"rope_parameters": None, "rope_theta": None}, False),  # as transformers' script converts it
+        ({"rope_parameters": None}, True),
+        ({"rope_parameters": {}}, True),
+        ({}, True),
+    ],
+)
+def test_an_olmo_hybrid_rotates_as_transformers_unless_its_base_is_null(changed: dict[str, Any], rotates: bool) -> None:
     whole = config_of("olmo_hybrid")
     assert whole is not None
-    spec = spec_from_config(whole | {"rope_parameters": {"rope_type": "default", "rope_theta": None}})
-    assert not spec.ropes
+    rest = {key: value for key, value in whole.items() if key != "rope_parameters"}
+    own = AutoConfig.for_model("olmo_hybrid", **copy.deepcopy(changed)).rope_parameters
+    assert (own["rope_theta"] is not None) == rotates
+    assert [rope.theta for rope in spec_from_config(rest | changed).ropes] == [own["rope_theta"]] * rotates
+
+
+LAYERS = {
+    "mimo_v2_flash": ("full_attention", "sliding_attention"),
+    "mellum": ("full_attention", "sliding_attention"),
+    "deepseek_v4": ("sliding_attention", "compressed_sparse_attention"),
+}
+SECTIONS: tuple[Any, ...] = (
+    None,
+    {},
+    {"rope_type": "default"},
+    {"rope_theta": 900.0},
+    {"rope_type": "default", "rope_theta": 900.0},
+    {"rope_type": "default", "partial_rotary_factor": 0.25},
+    {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.25},
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 900.0, "original_max_position_embeddings": 512},
+)
+
+
+def rotations(kind: str, config: dict[str, Any]) -> set[tuple[float, ...]] | None:
+    """The factors of positions, then that of cos and sin, of each section of transformers' model; None: it cannot be
+    built."""
+    try:
+        filled = AutoConfig.for_model(kind, **copy.deepcopy(config))
+        module = importlib.import_module(type(filled).__module__.replace("configuration", "modeling"))
+        rotary = next(each for name, each in vars(module).items() if name.endswith("RotaryEmbedding"))(filled)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    kinds = [name.removesuffix("_inv_freq") for name in dict(rotary.named_buffers()) if "original" not in name]
+    return {
+        (*getattr(rotary, f"{each}_inv_freq").tolist(), getattr(rotary, f"{each}_attention_scaling")) for each in kinds
+    }
+
+
+@pytest.mark.parametrize("beside", [{}, {"rope_theta": 700.0}, {"partial_rotary_factor": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_section_without_its_base_or_share_rotates_as_transformers_or_is_refused(
+    kind: str, beside: dict[str, Any]
+) -> None:
+    whole = config_of(kind)
+    assert whole is not None
+    sections = whole["rope_parameters"]
+    given = [{"rope_parameters": each} for each in SECTIONS]
+    given += [{"rope_parameters": sections | {name: each}} for name in sections for each in SECTIONS]
+    given += [{"rope_parameters": {name: each}} for name in sections for each in (sections[name], None)]
+    rest = {key: value for key, value in whole.items() if key not in (*NAMING, "rope_parameters", "rope_theta")}
+    rest |= {"num_hidden_layers": 2, "layer_types": list(LAYERS[kind]), "mlp_layer_types": whole["mlp_layer_types"][:2]}
+    taken = 0
+    for each in given:
+        if not each["rope_parameters"] and beside and kind == "mimo_v2_flash":
+            continue  # the authors' code reads what stands beside
+        try:
+            spec = spec_from_config({name: whole[name] for name in NAMING} | rest | beside | each)
+        except HeadraceError:
+            continue
+        expected, taken = rotations(kind, rest | beside | each), taken + 1
+        if expected is None and each["rope_parameters"] in ({}, {"rope_type": "default"}):
+            continue  # says nothing
+        own = {(*inverse_frequencies(rope).tolist(), rope.attention_factor) for rope in spec.ropes}
+        assert expected is not None, each
+        assert sorted(own) == [pytest.approx(one, rel=1e-5) for one in sorted(expected)], each
+    assert taken or beside  # which may contradict the sections

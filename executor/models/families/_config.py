@@ -198,6 +198,22 @@ def rope_section(config: Config) -> Config:
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
+def require_whole_sections(config: Config, kinds: Sequence[str], *keys: str) -> None:
+    """Refuses rotary parameters that are not a section for each of these kinds of layers, with these keys, unless there
+    are none: for families whose class in transformers has defaults for all sections together, and for no key of one.
+    Raises ModelError."""
+    given = rope_section(config)
+    if not given or (given.keys() <= {"rope_type", "type"} and _rope_kind(given) == "default"):
+        return
+    for kind in kinds:
+        section = given.section(kind)
+        if lacking := [key for key in keys if section.get(key) is None]:
+            raise ModelError(
+                f"the config's rope parameters must have a section {kind} with {' and '.join(keys)}; it lacks "
+                f"{' and '.join(lacking)}, for which there is no default"
+            )
+
+
 def _of_rope(config: Config, given: Config, key: str, default: float) -> float:
     """A rotary parameter that stands in the section or beside it. Raises ModelError if the two differ."""
     if given.get(key) is None:

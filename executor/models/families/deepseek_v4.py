@@ -22,6 +22,7 @@ from headrace.executor.models.families._config import (
     one_of,
     optional_integer,
     optional_number,
+    require_whole_sections,
     rope,
     rope_section,
     scaled_context,
@@ -139,11 +140,17 @@ def _ropes(config: Config) -> dict[str, RopeSpec]:
         "compress": number(config, "compress_rope_theta", 160_000.0),
     }
     view = config | {"rope_theta": None, "partial_rotary_factor": share}
-    if not {"main", "compress"} <= given.keys():
+    if not bases.keys() & given.keys():
         scaled = replace(rope(view, head_dim, bases["compress"]), theta=bases["compress"])
+        if scaled.rotary_dim != int(head_dim * share):
+            raise ModelError(
+                f"the config's rope parameters rotate {scaled.rotary_dim} dimensions of a head, and the config itself "
+                f"{int(head_dim * share)}; it is one field"
+            )
         if scaled.kind == "yarn" and optional_number(given, "attention_factor") is None:
             scaled = replace(scaled, attention_factor=1.0)
         return {"main": RopeSpec(bases["main"], scaled.rotary_dim), "compress": scaled}
+    require_whole_sections(config, list(bases), "rope_theta", "partial_rotary_factor")
     found = {}
     for name, theta in bases.items():
         found[name] = rope(view, head_dim, theta, name)

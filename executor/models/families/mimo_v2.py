@@ -17,6 +17,7 @@ from headrace.executor.models.families._config import (
     number,
     optional_integer,
     optional_number,
+    require_whole_sections,
     rope,
 )
 from headrace.ipc.failure import ModelError
@@ -41,10 +42,11 @@ def build(config: Config) -> ArchSpec:
     types = layer_types(config, num_layers, default)
     if "sliding_attention" not in types:
         config.pass_over("sliding_window", "swa_", "add_swa_")
+    require_whole_sections(config, list(dict.fromkeys(types)), "rope_theta", "partial_rotary_factor")
     mixers = {kind: _attention(config, kind) for kind in dict.fromkeys(types)}
     scale = optional_number(config, "attention_value_scale") if "attention_value_scale" in config else 0.707
     spec = llama_like(
-        config | {"rope_parameters": None, "rope_theta": None},
+        config | {"rope_parameters": None, "rope_scaling": None, "rope_theta": None},
         ffn=mixture_after_dense(config, corrected_routing(config), default_dense=1),
         names=NAMES,
         scaled=tuple((f"self_attn.v_proj.{kind}", scale or 1.0) for kind in ("weight", "bias")),

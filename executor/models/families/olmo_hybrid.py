@@ -55,10 +55,9 @@ def build(config: Config) -> ArchSpec:
         correction=2.0 if flag(config, "linear_allow_neg_eigval", True) else 1.0,
         names=DELTA,
     )
-    # Without rotary parameters there is no rotation, nor with a base that is null, as transformers writes it.
-    section = rope_section(config)
-    bases = [each["rope_theta"] for each in (section, config) if "rope_theta" in each]
-    rotates = bases[0] is not None if bases else bool(section)
+    # A base that is null is no rotation, as published models have it; one that is left out is transformers' default.
+    bases = [each["rope_theta"] for each in (rope_section(config), config) if "rope_theta" in each]
+    rotates = not bases or bases[0] is not None
     renamed = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
     spec = llama_like(
         config,
