@@ -107,7 +107,8 @@ class _Mapped:
 
     def deltas(self) -> dict[str, Delta]:
         spec, place = self.layers.spec, self.layers.place
-        own, found = set(place.layers(spec.num_layers)), dict[str, Delta]()
+        own = {spec.layer_prefix(self.layers.prefix, index) for index in place.layers(spec.num_layers)}
+        found: dict[str, Delta] = {}
         for index, layer in enumerate(self.layers.declared):
             start = spec.names.layer(self.layers.prefix, index)
             for linear, unpadded in layer.linears:
@@ -117,11 +118,11 @@ class _Mapped:
                         f"{matrices[0].name}: an activated adapter changes tokens from one on, and this matrix the "
                         "keys and values of all"
                     )
-                if index in own and matrices:
+                if start in own and matrices:
                     found[start + linear.matrices[0][0]] = self._low_rank(linear, matrices)
             for stack, whole in layer.stacks:
                 experts = self._experts(start, stack, whole)
-                if index in own and experts is not None:
+                if start in own and experts is not None:
                     found[start + stack.gates[0]] = experts
         if (table := self.modules.get(name := f"{self.layers.prefix}{spec.names.embedding}")) is not None:
             embedding = self._embedding(table)

@@ -60,10 +60,12 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         token_types = weights.matrix(f"{prefix}{names.token_types}.weight", spec.token_types, hidden)
     if place.is_first_stage and width != hidden:
         project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
-    layers = tuple(
-        weights.read_layer(spec, spec.layers[index], names.layer(prefix, index))
-        for index in place.layers(spec.num_layers)
-    )
+    read: dict[str, LayerHeld] = {}
+    layers: list[LayerHeld] = []
+    for index in place.layers(spec.num_layers):
+        if (start := spec.layer_prefix(prefix, index)) not in read:
+            read[start] = weights.read_layer(spec, spec.layers[index], start)
+        layers.append(read[start])
     if place.is_last_stage:
         if spec.final_norm:
             final_norm = weights.norm(Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
@@ -84,7 +86,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         positions=positions,
         token_types=token_types,
         project_in=project_in,
-        layers=layers,
+        layers=tuple(layers),
         final_norm=final_norm,
         project_out=project_out,
         head=head,

@@ -353,6 +353,11 @@ def offload_of(plan: Plan, spec: ArchSpec, place: RankCoordinates, backend: Devi
     offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
     if not offload_bytes:
         return None
+    if any(layer.weights_of is not None for layer in spec.layers):
+        raise OptionError(
+            f"cpu_offload_gb: layers of this {spec.architecture} run several times in a step, and an offloaded one "
+            "is on the device once; leave it out"
+        )
     bits = Rounding.bits_of(plan, DTYPES[plan.dtype].itemsize)
     own = place.layers(spec.num_layers)
     elements = sum(layer_elements(spec, spec.layers[index]) for index in own) / len(own)

@@ -114,6 +114,9 @@ class LayerSpec:
     """Whether there is a norm before the mixer, where the spec's placement has one."""
     norm_placement: Placement | None = None
     """In the place of the spec's, where layers differ."""
+    weights_of: int | None = None
+    """Index of the earlier layer of which this one is a further run, with the same weights and a cache of its own; None
+    if its weights are its own."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -345,6 +348,7 @@ class ArchSpec:
             self._require(not self.stream.problem(), self.stream.problem())
             self._require(self.norm_placement == self.stream.placement, "the stream needs norms in other places")
         self._check_shared_caches()
+        self._check_further_runs()
         attention = [mixer for mixer in self.mixers if mixer.cache is not None]
         caches = {mixer.cache for mixer in attention if mixer.cache is not None}
         parts = {Fraction(cache.num_heads * cache.key_size, cache.elements) for cache in caches}
@@ -367,6 +371,15 @@ class ArchSpec:
             own, source = layer.mixer, self.layers[layer.cache_of].mixer
             fits = (own.cache, own.sliding_window) == (source.cache, source.sliding_window)
             self._require(fits, f"layer {index} reads the cache of layer {layer.cache_of}, which is another kind")
+
+    def _check_further_runs(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if (source := layer.weights_of) is None:
+                continue
+            known = 0 <= source < index and self.layers[source].weights_of is None
+            self._require(known, f"layer {index} has the weights of layer {source}, which has none before it")
+            blocks = [(each.mixer, each.ffn) for each in (layer, self.layers[source])]
+            self._require(blocks[0] == blocks[1], f"layer {index} has the weights of layer {source}, of other shapes")
 
     def _check_rope(self, rope: RopeSpec) -> None:
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")
@@ -416,6 +429,11 @@ class ArchSpec:
     def intermediate_size(self) -> int:
         """The largest inner size of the FFNs."""
         return max(ffn.inner for ffn in {layer.ffn for layer in self.layers})
+
+    def layer_prefix(self, prefix: str, index: int) -> str:
+        """The prefix of the names of the weights that a layer is computed with. prefix: of the model's names."""
+        source = self.layers[index].weights_of
+        return self.names.layer(prefix, index if source is None else source)
 
     @property
     def embedding_width(self) -> int:

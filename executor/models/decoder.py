@@ -95,8 +95,12 @@ class Decoder:
             self._read_beginning(checked, prefix)
         self._layers: list[CallLayer] = []
         self._sharing: list[Layer] = []  # layers whose experts are divided among engine cores
+        read: dict[str, Layer] = {}
         for i in place.layers(spec.num_layers):
-            layer = Layer(checked, spec.names.layer(prefix, i), spec, spec.layers[i])
+            if (at := spec.layer_prefix(prefix, i)) in read:
+                layer = read[at].again(spec.layers[i])
+            else:
+                layer = read[at] = Layer(checked, at, spec, spec.layers[i])
             self._layers.append(layer if keep is None else keep(i, layer))
             if place.exchange is not None:
                 self._sharing.append(layer)

@@ -6,6 +6,7 @@ Only a `LinearWeight`, which the kernel registry's `linear` op packs, knows the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -679,6 +680,12 @@ class Layer:
         self._spec, self._layer, self._place = spec, layer, weights.place
         self._held = weights.read_layer(spec, layer, prefix)
         self._most_fused_rows = self._rows_to_fuse()
+
+    def again(self, layer: LayerSpec) -> Layer:
+        """A further run of the layer, with the weights that this one has read."""
+        found = copy.copy(self)
+        found._layer = layer
+        return found
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, step: SharedInputs, cache: LayerCache

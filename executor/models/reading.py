@@ -326,7 +326,8 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
         complete += _complete(stream.declare_beginning(spec), prefix)
     if stream is not None and not place.is_last_stage:
         complete += _complete(stream.declare_end(spec), prefix)
-    others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]
+    read = {spec.layer_prefix(prefix, i) for i in own}
+    others = [at for i in range(spec.num_layers) if (at := names.layer(prefix, i)) not in read]
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
     patterns += [rf"^{re.escape(name)}$" for name in complete]
     if spec.tied_head:  # a checkpoint may hold a copy of the embedding as its head: see `with_own_head`

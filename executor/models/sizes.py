@@ -41,7 +41,7 @@ def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]
     yield from outer_weights(spec, prefix)
     declared = {layer: LayerDeclaration.of(spec, layer) for layer in set(spec.layers)}
     for index, layer in enumerate(spec.layers):
-        for weight in declared[layer].weights():
+        for weight in declared[layer].weights() if layer.weights_of is None else ():
             yield Weight(f"{names.layer(prefix, index)}{weight.name}", weight.dimensions, weight.role)
 
 
@@ -92,7 +92,7 @@ def weight_elements(spec: ArchSpec) -> int:
         return sum(math.prod(weight.shape) for weight in spec.foreign)
     outer = sum(math.prod(weight.shape) for weight in outer_weights(spec, ""))
     elements = {layer: layer_elements(spec, layer) for layer in set(spec.layers)}
-    return outer + sum(elements[layer] for layer in spec.layers)
+    return outer + sum(elements[layer] for layer in spec.layers if layer.weights_of is None)
 
 
 def layer_elements(spec: ArchSpec, layer: LayerSpec) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,13 @@ from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import allocate, cache_groups
+from headrace.executor.models.sizes import weight_elements
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
-OP_BY_OP = {"gemma3n", "gemma4", "gemma4_experts", "gemma3n_plain"}
+OP_BY_OP = {"gemma3n", "gemma4", "gemma4_experts", "gemma3n_plain", "hrm_text", "hrm_text_biases"}
 """What the CPU program cannot compute."""
 
 
@@ -108,6 +112,40 @@ def test_ranks_of_both_kinds_share_a_stream_of_several_rows(folder: Path) -> Non
         pipeline_layer_partition=(1, 4),
         distributed_executor_backend=THREADS,
     )
+
+
+def test_layers_that_run_several_times_are_read_once_and_cache_each_run() -> None:
+    """As the published model has them: with fused matrices, and a first low state that is not zero."""
+    spec, state = spec_from_config(config_of("hrm_text")), state_of(reference("hrm_text"))
+    sources = [index if layer.weights_of is None else layer.weights_of for index, layer in enumerate(spec.layers)]
+    low, high = [0, 1], [6, 7]
+    assert sources == [*low * 3, *high] * 2
+    assert len(spec.own_caches(1)) == 16
+    assert weight_elements(spec) == sum(each.numel() for each in state.values())
+    published = {name: each for name, each in state.items() if not re.search(r"\.(q|k|v|up|gate)_proj", name)}
+    for stack, index in itertools.product("LH", range(2)):
+        start = f"model.{stack}_module.layers.{index}"
+        gqkv, gate_up = (
+            torch.cat([state[f"{start}.{block}.{name}_proj.weight"] for name in names])
+            for block, names in (("self_attn", ("gate", "q", "k", "v")), ("mlp", ("gate", "up")))
+        )
+        output = published.pop(f"{start}.self_attn.o_proj.weight")
+        published |= {f"{start}.attn.gqkv_proj.weight": gqkv, f"{start}.attn.o_proj.weight": output}
+        published[f"{start}.mlp.gate_up_proj.weight"] = gate_up
+    assert len(published) < len(state)
+    model = copy.deepcopy(reference("hrm_text"))
+    published["model.z_L_init"] = model.model.z_L_init.data = torch.linspace(-2, 2, spec.hidden_size)
+    decoder = Decoder(spec, DictSource(published), torch.float32, choose=kernels.choose_reference)
+    assert len({id(layer._held) for layer in decoder._layers}) == 4
+    prompt = prompts_of("hrm_text")[0]
+    (answer,), (rows,) = Driver(decoder).greedy([prompt], 3, 16, 40)
+    torch.testing.assert_close(rows, reference_logits(model, prompt, answer), atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_whose_tokens_read_later_ones_is_refused() -> None:
+    for config in ({"prefix_lm": True}, {"prefix_lm": None}):
+        with pytest.raises(HeadraceError, match="the config's prefix_lm is true: the tokens of a prompt attend to"):
+            spec_from_config(config_of("hrm_text") | config)
 
 
 def test_layers_that_read_anothers_cache_are_of_the_same_stage(folder: Path) -> None:

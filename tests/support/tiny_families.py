@@ -188,6 +188,18 @@ FAMILIES: dict[str, TinyModel] = {
         "VaultGemma", **HYBRID, head_dim=8, query_pre_attn_scalar=8, embedding_std=0.05, final_logit_softcapping=3.0
     ),
     "biogpt": tiny("BioGpt", pad_token_id=2),
+    "hrm_text": tiny("HrmText", head_dim=8, prefix_lm=False, max_position_embeddings=1024, tie_word_embeddings=False),
+    "hrm_text_biases": tiny(
+        "HrmText",
+        num_hidden_layers=1,
+        H_cycles=3,
+        L_cycles=1,
+        head_dim=8,
+        prefix_lm=False,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_scale=3.0,
+    ),
 }
 
 FOREIGN = (

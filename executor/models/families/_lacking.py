@@ -12,11 +12,9 @@ _LACKING = {
     "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
     "DiffLlamaForCausalLM": "differences of two attentions",
     "DogeForCausalLM": "masks that are computed of values",
-    "Dots3NoteForCausalLM": "latent attention with windows in some layers, and a norm of the rotated keys",
     "Grok1ForCausalLM": _REMOTE,
     "Grok1ModelForCausalLM": _REMOTE,
     "HCXVisionV2ForCausalLM": "its language model has no family of its own",
-    "HrmTextForCausalLM": "layers that are run several times (a recurrence in depth)",
     **dict.fromkeys(
         (
             *("InklingForCausalLM", "InklingForConditionalGeneration"),
