@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_cases import CASES
+from gguf_cases import CASES, recurrent
 from model_driver import Driver
 from tiny_gguf import convert, save_gguf, saved_state
 from torch import Tensor
@@ -534,6 +534,12 @@ def test_a_number_of_experts_that_is_none_is_refused(value: Any, tmp_path: Path)
     header.metadata["qwen3moe.expert_count"] = value
     with pytest.raises(ModelError, match=r"qwen3moe\.expert_count is .*; a number is expected"):
         config_from_gguf(header)
+
+
+def test_biases_that_the_converter_multiplies_and_the_model_does_not_are_refused(tmp_path: Path) -> None:
+    case = recurrent("falcon_h1_normed", attention_bias=True, projectors_bias=False, tie_word_embeddings=False).make()
+    with pytest.raises(ModelError, match=r"attn_q.bias of a Falcon-H1 is not supported: the converter multiplies it"):
+        config_from_gguf(GGUFFile(case.save(tmp_path / "model.gguf")).header)
 
 
 def test_a_list_of_nothing_is_no_value(tmp_path: Path) -> None:

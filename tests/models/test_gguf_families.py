@@ -18,6 +18,8 @@ from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL
 from headrace.executor.models.families import spec_from_config
 
+NEW_TOKENS = 64
+"""With the prompts, whose chunks have 24 tokens at most, several times the windows of the tiny models."""
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 GGUF_COLUMN = re.compile(r"^\| `(\w+)` \|(?:[^|]*\|){4} (\w*) *\|", re.MULTILINE)
 
@@ -28,8 +30,9 @@ def test_a_gguf_file_gives_the_tokens_of_transformers(name: str, tmp_path: Path)
     case = CASES[name].make()
     path = case.save(tmp_path / "model.gguf")
     prompts = shared_prefix(case.config.get("vocab_size") or case.config["padded_vocab_size"])
-    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-    with LLM(str(path), **TIGHT, num_gpu_blocks_override=60, kv_cache_dtype="float32") as llm:
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    options = TIGHT | {"max_model_len": max(map(len, prompts)) + NEW_TOKENS, "num_gpu_blocks_override": 80}
+    with LLM(str(path), **options, kv_cache_dtype="float32") as llm:
         outputs = generate_all_at_once(llm, prompts, params)
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     for prompt, answer in zip(prompts, answers, strict=True):

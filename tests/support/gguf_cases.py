@@ -213,7 +213,9 @@ CASES: dict[str, Source] = {
     "granitehybrid, dense": recurrent("granite_hybrid_dense", **LONG, position_embedding_type="nope"),
     "granitehybrid, bamba": recurrent("bamba", time_step_limit=[0.0, float("inf")]),
     "falcon-h1": recurrent("falcon_h1", tie_word_embeddings=False),
-    "falcon-h1, normed": recurrent("falcon_h1_normed", projectors_bias=False, tie_word_embeddings=False),
+    "falcon-h1, normed": recurrent(
+        "falcon_h1_normed", projectors_bias=False, attention_bias=False, tie_word_embeddings=False
+    ),
     "nemotron_h": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "mlp", "attention", "mlp", "mamba"]),
     "nemotron_h_moe": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "moe", "attention", "moe"]),
     "jamba": recurrent("jamba"),
