@@ -411,7 +411,7 @@ class EagerLatent:
             self._deltas = TorchLatentDeltas(weights.adapters.slots, *sizes, weights.device)
             weights.adapter_tables[name] = self._deltas
         self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
-        self._params = AttentionParams(declared.scale)
+        self._params = AttentionParams(declared.scale, declared.sliding_window)
         if declared.rope is not None:
             self._rotate = weights.kernel("rotary", head_dim=declared.rope_dim)
         self._write = weights.kernel("write_cache", head_dim=declared.latent_dim + declared.rope_dim)
@@ -420,6 +420,7 @@ class EagerLatent:
             num_heads=self._num_heads,
             latent_dim=declared.latent_dim,
             rope_dim=declared.rope_dim,
+            **({} if declared.sliding_window is None else {"sliding_window": declared.sliding_window}),
         )
 
     def __call__(self, query: Tensor, latent: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:

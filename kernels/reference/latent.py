@@ -59,12 +59,14 @@ def latent_attention(
     """Each token attends to its sequence's cached vectors up to its own position, which are already written.
 
     query [num_tokens, num_heads, nope_dim + rope_dim], the last rope_dim dimensions rotated; cache [num_blocks, 1,
-    block_size, latent_dim + rope_dim], in a dtype that `paged_attention` accepts. Of `params` only the scale is used:
-    sliding windows, soft caps, sinks and ALiBi are not supported.
+    block_size, latent_dim + rope_dim], in a dtype that `paged_attention` accepts. Of `params` the scale and the sliding
+    window are used, with which all queries are absorbed: soft caps, sinks and ALiBi are not supported.
     Returns [num_tokens, num_heads, value_dim] in query's dtype; padding gets zeros.
     """
     starts, lens, least = batch.query_starts, batch.context_lens, up.least_expanded
     long = [seq for seq, end in enumerate(lens) if end and starts[seq + 1] - starts[seq] >= least]
+    if params.sliding_window is not None:  # what is before the window is no longer in the cache
+        long = []
     out = torch.zeros(*query.shape[:2], up.values.shape[2], dtype=query.dtype, device=query.device)
     if len(long) < len(lens):
         short = without_sequences(batch, long) if long else batch

@@ -98,7 +98,9 @@ def _why_no_attention(
     return _why_no_heads(**facts)
 
 
-def _why_no_latent(latent_dim: int = 0, rope_dim: int = 0, **facts: Any) -> str:
+def _why_no_latent(latent_dim: int = 0, rope_dim: int = 0, sliding_window: int | None = None, **facts: Any) -> str:
+    if sliding_window is not None:
+        return "Triton's latent attention has no sliding windows."
     if not 0 < latent_dim <= MOST_HEAD_DIM or not 0 < rope_dim <= MOST_HEAD_DIM:
         return f"Triton's latent attention takes up to {MOST_HEAD_DIM} values, not {latent_dim} and {rope_dim}."
     return _why_not(**facts)

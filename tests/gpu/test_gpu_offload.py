@@ -146,6 +146,11 @@ def test_tensors_of_different_sizes_share_a_buffer_that_grows() -> None:
     assert tensors_of({"own": larger, "link": SINGLE}) == [larger.weight, larger.bias]
 
 
+def test_layers_that_run_several_times_are_not_offloaded(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="cpu_offload_gb: layers of this HrmTextForCausalLM run several times"):
+        engine(tiny_models.save("hrm_text", tmp_path), cpu_offload_gb=1.0)
+
+
 def test_what_cannot_be_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="cpu_offload_gb keeps a GPU's weights in the host's memory, which is where"):
         load_executor(Options(device="cpu", cpu_offload_gb=1.0))

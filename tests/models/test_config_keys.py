@@ -42,6 +42,8 @@ OF_NO_EFFECT = {
     "llama_yarn": {"max_position_embeddings"},  # the context is YaRN's original one times its factor
     "deepseek_v3_moe": {"max_position_embeddings"},
     "deepseek_v4": {"max_position_embeddings"},
+    "dots3_note": {"partial_rotary_factor"},  # the sizes of heads say it
+    "dots3_note_full": {"partial_rotary_factor"},
     "deepseek_v2_moe": {"max_position_embeddings"},
     "gpt_oss": {"max_position_embeddings"},
     "falcon_alibi": {"rope_theta"},  # there is no rotation
@@ -207,7 +209,7 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
         not name.startswith(
             (
                 *("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa", "mellum", "minimax_m3"),
-                *("muse", "step3p5"),
+                *("muse", "step3p5", "dots3_note"),
             )
         )
         and LISTS.keys() & config.keys()

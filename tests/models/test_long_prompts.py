@@ -29,6 +29,8 @@ NAMES = (
     "deepseek_v32",
     "hy_v4",
     "deepseek_v4",
+    "dots3_note",
+    "hrm_text",
     pytest.param("glm_moe_dsa", marks=pytest.mark.system),
     *(
         pytest.param(name, marks=pytest.mark.system)

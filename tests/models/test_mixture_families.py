@@ -4,6 +4,7 @@ chunked prefill, preemption and the prefix cache at once."""
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_models import config_of, reference, reference_logits
 from tiny_mixtures import FAMILIES
 from tiny_models import state_of
 from torch import Tensor
+from transformers import Dots3NoteTextConfig
 
 from headrace import LLM, HeadraceError, SamplingParams
 from headrace.core.options.parsing import parse_options
@@ -302,3 +304,39 @@ def test_drafts_change_no_token(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_DIVIDED))
 def test_two_ranks_answer_as_transformers_does(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name, tensor_parallel_size=2, distributed_executor_backend=THREADS)
+
+
+DOTS3_NOTE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "moe_layer_freq": [0, 1, 1, 0, 1, 1], "sliding_window_size": 20, "use_dsa": True,
+    "use_sliding_window": True, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 40, "swa_head_dim": 20, "swa_qk_nope_head_dim": 12, "swa_qk_rope_head_dim": 8,
+    "swa_v_head_dim": 12, "rope_theta": 1e6, "swa_rope_theta": 1e4, "index_topk": 12, "index_head_dim": 16,
+    "index_n_heads": 16, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""In the fields of published configs."""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"use_dsa": False},
+        {"use_dsa": None},
+        {"use_sliding_window": False},
+        {"moe_layer_freq": 2},
+        {"swa_qk_rope_head_dim": None},
+        {"rope_theta": None, "swa_rope_theta": None},
+        {"sliding_window_size": None},
+    ],
+    ids=str,
+)
+def test_a_published_dots3_note_is_what_transformers_reads_of_it(changed: dict[str, Any]) -> None:
+    named = {"architectures": ["Dots3NoteForCausalLM"]}
+    given = {key: each for key, each in (DOTS3_NOTE | changed).items() if each is not None}
+    filled = json.loads(json.dumps(Dots3NoteTextConfig(**copy.deepcopy(given)).to_dict(), default=str))
+    assert spec_from_config(given | named) == spec_from_config(filled | named)
+    assert spec_from_config({"text_config": filled} | named) == spec_from_config(filled | named)

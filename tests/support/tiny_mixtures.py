@@ -18,6 +18,14 @@ LATENT = {
 }  # fmt: skip
 # With few index heads many scores are 0, and transformers chooses any of equal ones.
 INDEXED = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "max_position_embeddings": 1024}
+DOTS3_NOTE = {
+    "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_experts_intermediate_size": 24,
+    "routed_scaling_factor": 1.5, "sliding_window": 20, "use_dsa": None, "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 40, "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 12,
+}  # fmt: skip
 PHIMOE_LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
     "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "short_mscale": 1.2, "long_mscale": 1.2,
@@ -110,6 +118,14 @@ FAMILIES: dict[str, TinyModel] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
     "deepseek_v32": tiny("DeepseekV32", **LATENT, **(DEEPSEEK | INDEXED)),
+    "dots3_note": tiny(
+        "Dots3Note", "Dots3NoteTextConfig", num_hidden_layers=4, **DOTS3_NOTE, **INDEXED,
+        layer_types=["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+    ),
+    "dots3_note_full": tiny(
+        "Dots3Note", "Dots3NoteTextConfig", num_hidden_layers=3, **DOTS3_NOTE, max_position_embeddings=1024,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "deepseek_v4": tiny(
         "DeepseekV4", num_hidden_layers=5, q_lora_rank=24, head_dim=16, partial_rotary_factor=0.5, sliding_window=20,
         layer_types=[DEEPSEEK_V4[each] for each in "shchc"], compress_rates={DEEPSEEK_V4["c"]: 4, DEEPSEEK_V4["h"]: 32},

@@ -282,6 +282,8 @@ class AttendLatent(Declared):
     nope_dim rows for its key, then value_dim rows for its value."""
     query_growth: tuple[int, float, int] | None = None
     """As of `Attend`."""
+    sliding_window: int | None = None
+    """Likewise, op by op."""
 
     @property
     def up_rows(self) -> Axis:

@@ -52,7 +52,12 @@ class LatentAttention(Mixer):
     """As of `Attention`."""
     latent_eps: float = LATENT_EPS
     """eps of the norms of compressed vectors; the model's other norms may have another."""
-    sliding_window: None = None
+    sliding_window: int | None = None
+    query_scale: float = 1.0
+    """Multiplies the normed compressed vectors of queries; latent_scale the others."""
+    latent_scale: float = 1.0
+    rotary_key_norm: str = ""
+    """Name of a norm of the rotary key before its rotation; empty: there is none."""
 
     @property
     def cache(self) -> TokenCache:
@@ -67,10 +72,12 @@ class LatentAttention(Mixer):
             found["query"] = Linear(((names.query, queries),), hidden)
         else:
             found["query_down"] = Linear(((names.query_down, self.query_rank),), hidden, self.bias)
-            found["query_norm"] = self._norm(names.query_down_norm, self.query_rank)
+            found["query_norm"] = self._norm(names.query_down_norm, self.query_rank, self.query_scale)
             found["query"] = Linear(((names.query_up, queries),), self.query_rank)
         found["latent"] = Linear(((names.latent_down, self.latent_dim + self.rope_dim),), hidden, self.bias)
-        found["latent_norm"] = self._norm(names.latent_norm, self.latent_dim)
+        found["latent_norm"] = self._norm(names.latent_norm, self.latent_dim, self.latent_scale)
+        if self.rotary_key_norm:
+            found["rotary_norm"] = self._norm(self.rotary_key_norm, self.rope_dim)
         found["attend"] = AttendLatent(
             num_heads=self.num_heads,
             nope_dim=self.nope_dim,
@@ -82,6 +89,7 @@ class LatentAttention(Mixer):
             interleaved=self.interleaved,
             up=names.latent_up,
             query_growth=self.query_growth,
+            sliding_window=self.sliding_window,
         )
         values = Axis(self.num_heads * self.value_dim, unit=self.value_dim)
         if self.gate != "none":
@@ -91,13 +99,15 @@ class LatentAttention(Mixer):
         found["output"] = Linear(((names.output, hidden),), values, self.bias)
         return found
 
-    def _norm(self, name: str, size: int) -> Norm:
-        return Norm(name, size, "rms", self.latent_eps, weight_offset=0.0, affine=True)
+    def _norm(self, name: str, size: int, scale: float = 1.0) -> Norm:
+        return Norm(name, size, "rms", self.latent_eps, weight_offset=0.0, affine=True, scale=scale)
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         down = ops.norm(held["query_norm"], ops.linear(held["query_down"], x)) if self.query_rank else x
         query = ops.linear(held["query"], down)
         latent = ops.norm(held["latent_norm"], ops.linear(held["latent"], x), 0, self.latent_dim)
+        if "rotary_norm" in held:
+            latent = ops.norm(held["rotary_norm"], latent, self.latent_dim, self.latent_dim + self.rope_dim)
         gate = ops.linear(held["gate"], x) if self.gate != "none" else None  # of all tokens, as the queries are
         attended = ops.mix(held["attend"], query, latent, *self._emit_index(ops, held, x, down))
         if gate is not None:
@@ -137,9 +147,13 @@ class LatentAttention(Mixer):
         rotary_dim = 0 if self.rope is None else self.rope.rotary_dim
         if rotary_dim != self.rope_dim:
             return f"{rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
+        if self.sliding_window is not None and self.sliding_window < 1:
+            return f"a sliding window of {self.sliding_window}; it must be at least 1"
         if self.query_growth is not None and self.query_growth[0] < 1:
             return f"queries that grow every {self.query_growth[0]} positions; it must be at least 1"
         return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program's latent attention has rotary dimensions." if self.rope is None else ""
+        if self.rope is None:
+            return "the program's latent attention has rotary dimensions."
+        return "" if self.sliding_window is None else "the program's latent attention has no sliding windows."
