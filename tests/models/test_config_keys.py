@@ -43,7 +43,7 @@ OF_NO_EFFECT = {
     "deepseek_v3_moe": {"max_position_embeddings"},
     "deepseek_v4": {"max_position_embeddings"},
     "dots3_note": {"partial_rotary_factor"},  # the sizes of heads say it
-    "dots3_note_full": {"partial_rotary_factor"},
+    "dots3_note_full": {"partial_rotary_factor", "index_head_dim", "index_n_heads", "index_topk"},  # no layer has one
     "deepseek_v2_moe": {"max_position_embeddings"},
     "gpt_oss": {"max_position_embeddings"},
     "falcon_alibi": {"rope_theta"},  # there is no rotation
