@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     summary: str
     access: Access
-    """Who may call it. Without a default, so that every new route says it."""
+    """Who may call it. Without a default, so that every new route, or its room for all of a kind, says it."""
     request: Any = None
     form: Mapping[str, Any] | None = None
     """The JSON schema of a multipart/form-data body; None for other bodies."""
@@ -63,10 +64,15 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [match.group(1) for match in _PATH_PARAMETER.finditer(self.path)]
 
 
-def get(path: str, handler: Handler, summary: str, response: Any = None, *, access: Access, **more: Any) -> RouteSpec:
+def route(
+    method: str, path: str, handler: Handler, summary: str, response: Any = None, *, access: Access, **more: Any
+) -> RouteSpec:
     return RouteSpec(
-        method="GET", path=path, handler=handler, summary=summary, response=response, access=access, **more
+        method=method, path=path, handler=handler, summary=summary, response=response, access=access, **more
     )
+
+
+get = functools.partial(route, "GET")
 
 
 def post(
@@ -75,19 +81,9 @@ def post(
     summary: str,
     request: Any,
     response: Any,
-    refusals: Any,
+    refusals: Any = (),
     *,
     access: Access,
     **more: Any,
 ) -> RouteSpec:
-    return RouteSpec(
-        method="POST",
-        path=path,
-        handler=handler,
-        summary=summary,
-        request=request,
-        response=response,
-        refusals=refusals,
-        access=access,
-        **more,
-    )
+    return route("POST", path, handler, summary, response, request=request, refusals=refusals, access=access, **more)

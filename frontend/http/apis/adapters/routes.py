@@ -6,6 +6,7 @@ of these engines serves the adapter then. What changes the server for all client
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated
@@ -20,7 +21,7 @@ from headrace.frontend.http.server.adapters import AdapterScale, scales_of
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.errors import ApiError, bad_field, without_own_names
 from headrace.frontend.http.server.exchange import Exchange
-from headrace.frontend.http.server.route_spec import UNAVAILABLE, RouteSpec, get, post
+from headrace.frontend.http.server.route_spec import UNAVAILABLE, get, post, route
 from headrace.frontend.http.server.state import ServerState
 from headrace.ipc.adapters import MOST_NAME
 from headrace.ipc.control import LoadAdapter
@@ -221,39 +222,30 @@ def _listed(state: ServerState) -> Sequence[ListedAdapter]:
     ]
 
 
-ROUTES: tuple[RouteSpec, ...] = (
-    post(
+_post = functools.partial(post, access=Access.ADMIN)
+ROUTES = (
+    _post(
         "/v1/load_lora_adapter",
         load,
         "Load a LoRA adapter; needs --allow-runtime-lora-updating",
         LoadLoRAAdapterRequest,
         None,
         _CHANGES,
-        access=Access.ADMIN,
     ),
-    post(
+    _post(
         "/v1/unload_lora_adapter",
         unload,
         "Unload a LoRA adapter; requests that run with it finish",
         UnloadLoRAAdapterRequest,
         None,
         _CHANGES,
-        access=Access.ADMIN,
     ),
-    post(
-        "/adapters",
-        load_for_sagemaker,
-        "SageMaker: load a LoRA adapter",
-        SageMakerAdapter,
-        None,
-        _CHANGES,
-        access=Access.ADMIN,
-    ),
-    RouteSpec(
-        method="DELETE",
-        path="/adapters/{adapter_name:path}",
-        handler=unload_for_sagemaker,
-        summary="SageMaker: unload a LoRA adapter",
+    _post("/adapters", load_for_sagemaker, "SageMaker: load a LoRA adapter", SageMakerAdapter, None, _CHANGES),
+    route(
+        "DELETE",
+        "/adapters/{adapter_name:path}",
+        unload_for_sagemaker,
+        "SageMaker: unload a LoRA adapter",
         refusals=(403, 404, 503),
         access=Access.ADMIN,
     ),
@@ -265,14 +257,13 @@ ROUTES: tuple[RouteSpec, ...] = (
         refusals=UNAVAILABLE,
         access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/lora-adapters",
         set_scales,
         "llama.cpp: set which LoRA adapters apply to requests without the field lora",
         list[AdapterScale],
         list[ListedAdapter],
         _CHANGES,
-        access=Access.ADMIN,
     ),
 )
 API = Api(routes=ROUTES)

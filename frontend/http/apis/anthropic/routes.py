@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -91,45 +92,33 @@ async def one_model(state: ServerState, exchange: Exchange) -> None:
 
 _VERSION = b"anthropic-version"
 """A header that Anthropic's clients send. Its API and OpenAI's have the same paths of models."""
+_get = functools.partial(get, access=Access.CLIENT, header=_VERSION)
+_post = functools.partial(post, access=Access.CLIENT, error_body=error_body)
 ROUTES = (
-    post(
+    _post(
         "/v1/messages",
         messages,
         "Anthropic's API: complete a conversation with the next message",
         MessagesRequest,
         MessagesResponse,
         GENERATION,
-        error_body=error_body,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/v1/messages/count_tokens",
         count_tokens,
         "Anthropic's API: count the tokens of a conversation",
         CountTokensRequest,
         CountTokensResponse,
         TOKENS,
-        error_body=error_body,
-        access=Access.CLIENT,
     ),
-    get(
-        "/v1/models",
-        models,
-        "Anthropic's API: list the served models",
-        ClaudeModels,
-        refusals=UNAVAILABLE,
-        header=_VERSION,
-        access=Access.CLIENT,
-    ),
-    get(
+    _get("/v1/models", models, "Anthropic's API: list the served models", ClaudeModels, refusals=UNAVAILABLE),
+    _get(
         "/v1/models/{model:path}",
         one_model,
         "Anthropic's API: describe a served model",
         ClaudeModel,
         refusals=(404, *UNAVAILABLE),
-        header=_VERSION,
         error_body=error_body,
-        access=Access.CLIENT,
     ),
 )
 API = Api(

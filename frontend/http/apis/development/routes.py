@@ -7,6 +7,7 @@ processes can accept it, since the engines keep the state.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
@@ -24,7 +25,7 @@ from headrace.frontend.http.server.decoding.decoder import decode_query
 from headrace.frontend.http.server.engines import why_unavailable
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.exchange import Exchange
-from headrace.frontend.http.server.route_spec import Handler, RouteSpec
+from headrace.frontend.http.server.route_spec import Handler, RouteSpec, get, post
 from headrace.frontend.http.server.state import ServerState
 from headrace.ipc.control import (
     Commands,
@@ -276,16 +277,8 @@ def _clients(state: ServerState) -> list[CoreClient]:
 
 
 def _post(path: str, handler: Handler, summary: str, response: Any, query: Any = NoQuery) -> RouteSpec:
-    return RouteSpec(
-        method="POST",
-        path=path,
-        handler=_without_body(handler, query.__struct_fields__),
-        summary=summary,
-        response=response,
-        query=query,
-        refusals=(400, 403, 503),
-        access=Access.ADMIN,
-    )
+    checked = _without_body(handler, query.__struct_fields__)
+    return post(path, checked, summary, None, response, (400, 403, 503), query=query, access=Access.ADMIN)
 
 
 def _without_body(handler: Handler, names: Sequence[str]) -> Handler:
@@ -305,19 +298,8 @@ def _without_body(handler: Handler, names: Sequence[str]) -> Handler:
     return checked
 
 
-def _get(path: str, handler: Handler, summary: str, response: Any) -> RouteSpec:
-    return RouteSpec(
-        method="GET",
-        path=path,
-        handler=handler,
-        summary=summary,
-        response=response,
-        refusals=(400, 503),
-        access=Access.ADMIN,
-    )
-
-
-ROUTES: tuple[RouteSpec, ...] = (
+_get = functools.partial(get, refusals=(400, 503), access=Access.ADMIN)
+ROUTES = (
     _post("/pause", pause, "Pause generation until /resume", StatusResponse, PauseQuery),
     _post("/resume", resume, "Resume generation after /pause", StatusResponse),
     _get("/is_paused", is_paused, "Whether generation is paused", PausedResponse),
@@ -341,14 +323,13 @@ ROUTES: tuple[RouteSpec, ...] = (
     ),
     _post("/start_profile", start_profile, "Start profiling; needs --profiler-config", StatusResponse),
     _post("/stop_profile", stop_profile, "Stop profiling and write the profile", ProfileResponse),
-    RouteSpec(
-        method="POST",
-        path="/collective_rpc",
-        handler=collective_rpc,
-        summary="Call a method of the workers; needs --worker-extension-cls",
-        request=RpcRequest,
-        response=RpcResponse,
-        refusals=(400, 403, 408, 413, 415, 503),
+    post(
+        "/collective_rpc",
+        collective_rpc,
+        "Call a method of the workers; needs --worker-extension-cls",
+        RpcRequest,
+        RpcResponse,
+        (400, 403, 408, 413, 415, 503),
         access=Access.ADMIN,
     ),
     _get("/server_info", server_info, "Show the engines' options and what was derived from them", ServerInfoResponse),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import uuid
@@ -31,7 +32,7 @@ from headrace.frontend.http.server.decoding.decoder import decode_query
 from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import Exchange
-from headrace.frontend.http.server.route_spec import RouteSpec, get, post
+from headrace.frontend.http.server.route_spec import get, post, route
 from headrace.frontend.http.server.shared_database import StoreError
 from headrace.frontend.http.server.state import ServerState
 
@@ -269,8 +270,9 @@ def _page(
     return kind(page, first, last, len(found) > len(page))
 
 
-ROUTES: tuple[RouteSpec, ...] = (
-    post(
+_get, _post = functools.partial(get, access=Access.CLIENT), functools.partial(post, access=Access.CLIENT)
+ROUTES = (
+    _post(
         "/v1/files",
         upload,
         "Upload a file of requests for a batch",
@@ -285,48 +287,28 @@ ROUTES: tuple[RouteSpec, ...] = (
             },
             "required": ["purpose", "file"],
         },
-        access=Access.CLIENT,
     ),
-    get("/v1/files", files, "List files", FileList, query=FilesQuery, refusals=(400,), access=Access.CLIENT),
-    get(
-        "/v1/files/{file_id}", file, "Retrieve a file's description", FileObject, refusals=(404,), access=Access.CLIENT
-    ),
-    RouteSpec(
-        method="DELETE",
-        path="/v1/files/{file_id}",
-        handler=delete,
-        summary="Delete a file",
-        response=DeletedFile,
-        refusals=(404,),
-        access=Access.CLIENT,
-    ),
-    get("/v1/files/{file_id}/content", content, "Retrieve a file's content", refusals=(404,), access=Access.CLIENT),
-    post(
+    _get("/v1/files", files, "List files", FileList, query=FilesQuery, refusals=(400,)),
+    _get("/v1/files/{file_id}", file, "Retrieve a file's description", FileObject, refusals=(404,)),
+    route("DELETE", "/v1/files/{file_id}", delete, "Delete a file", DeletedFile, refusals=(404,), access=Access.CLIENT),
+    _get("/v1/files/{file_id}/content", content, "Retrieve a file's content", refusals=(404,)),
+    _post(
         "/v1/batches",
         create_batch,
         "Create a batch: run the requests of a file in the background",
         CreateBatch,
         BatchObject,
         (400, 404, 413, 415, 429, 503),
-        access=Access.CLIENT,
     ),
-    get("/v1/batches", batches, "List batches", BatchList, query=BatchesQuery, refusals=(400,), access=Access.CLIENT),
-    get(
-        "/v1/batches/{batch_id}",
-        batch,
-        "Retrieve a batch and its progress",
+    _get("/v1/batches", batches, "List batches", BatchList, query=BatchesQuery, refusals=(400,)),
+    _get("/v1/batches/{batch_id}", batch, "Retrieve a batch and its progress", BatchObject, refusals=(404,)),
+    _post(
+        "/v1/batches/{batch_id}/cancel",
+        cancel_batch,
+        "Cancel a batch; the results so far are kept",
+        None,
         BatchObject,
-        refusals=(404,),
-        access=Access.CLIENT,
-    ),
-    RouteSpec(
-        method="POST",
-        path="/v1/batches/{batch_id}/cancel",
-        handler=cancel_batch,
-        summary="Cancel a batch; the results so far are kept",
-        response=BatchObject,
-        refusals=(404, 409),
-        access=Access.CLIENT,
+        (404, 409),
     ),
 )
 API = Api(routes=ROUTES, states=(FilesState,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import msgspec
@@ -13,7 +14,7 @@ from headrace.frontend.http.server.engines import why_unavailable
 from headrace.frontend.http.server.errors import unavailable
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.openapi import docs_page, document
-from headrace.frontend.http.server.route_spec import UNAVAILABLE, Handler, RouteSpec, get
+from headrace.frontend.http.server.route_spec import UNAVAILABLE, get, post
 from headrace.frontend.http.server.state import ServerState
 
 
@@ -107,18 +108,7 @@ def _document(state: ServerState) -> bytes:
     return document(state.routes, state.options.root_path, bodies=state.bodies_of_apis, keys=state.access.keys)
 
 
-def _health(path: str, handler: Handler, summary: str, method: str = "GET") -> RouteSpec:
-    return RouteSpec(
-        method=method,
-        path=path,
-        handler=handler,
-        summary=summary,
-        response=HealthResponse,
-        refusals=UNAVAILABLE,
-        access=Access.PUBLIC,
-    )
-
-
+_health = functools.partial(get, response=HealthResponse, refusals=UNAVAILABLE, access=Access.PUBLIC)
 ROUTES = (
     get("/version", version, "Show the version of Headrace", VersionResponse, access=Access.STATISTICS),
     get("/load", load, "Count the requests in progress", LoadResponse, access=Access.CLIENT),
@@ -133,7 +123,7 @@ ROUTES = (
     _health("/health/ready", ready, "Readiness: 503 while the server takes no new requests"),
     _health("/health/progress", progress, "503 while an engine has requests and generates no tokens"),
     _health("/ping", health, "The same as /health"),
-    _health("/ping", health, "The same as /health", "POST"),
+    post("/ping", health, "The same as /health", None, HealthResponse, UNAVAILABLE, access=Access.PUBLIC),
     get("/openapi.json", openapi, "The OpenAPI document of this server", access=Access.CLIENT),
     get("/docs", docs, "The OpenAPI document as a page", access=Access.CLIENT),
 )

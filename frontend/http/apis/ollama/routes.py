@@ -54,7 +54,7 @@ from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.event_stream import StreamForm
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest, prepared_as
-from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSpec, get, post
+from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, UNAVAILABLE, get, post
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.message import call_id
 from headrace.frontend.request.outputs import CompletionOutput
@@ -458,69 +458,45 @@ async def root(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer_text(b"Headrace is running", "text/plain; charset=utf-8")
 
 
-_LISTED: dict[str, Any] = {"error_body": error_body, "refusals": (503,)}
-_OWN: dict[str, Any] = {"error_body": error_body, "takes_any_type": True}
-ROUTES: tuple[RouteSpec, ...] = (
-    post(
+_get = functools.partial(get, access=Access.CLIENT, error_body=error_body)
+_post = functools.partial(post, access=Access.CLIENT, error_body=error_body, takes_any_type=True)
+ROUTES = (
+    _post(
         "/api/chat",
         chat,
         "Ollama's API: complete a conversation with the next message",
         OllamaChatRequest,
         OllamaChatLine,
         GENERATION,
-        **_OWN,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/api/generate",
         generate,
         "Ollama's API: complete a prompt",
         OllamaGenerateRequest,
         OllamaGenerateLine,
         GENERATION,
-        **_OWN,
-        access=Access.CLIENT,
     ),
-    post(
-        "/api/show",
-        show,
-        "Ollama's API: describe a model and its capabilities",
-        ShowRequest,
-        ShowResponse,
-        TOKENS,
-        **_OWN,
-        access=Access.CLIENT,
-    ),
-    post(
+    _post("/api/show", show, "Ollama's API: describe a model and its capabilities", ShowRequest, ShowResponse, TOKENS),
+    _post(
         "/api/embed",
         embed,
         "Ollama's API: compute the embedding vectors of texts",
         OllamaEmbedRequest,
         OllamaEmbedResponse,
         GENERATION,
-        **_OWN,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/api/embeddings",
         embeddings,
         "Ollama's API: compute the embedding vector of a text",
         OllamaEmbeddingsRequest,
         OllamaEmbeddingsResponse,
         GENERATION,
-        **_OWN,
-        access=Access.CLIENT,
     ),
-    get("/api/tags", tags, "Ollama's API: list the served models", OllamaModels, **_LISTED, access=Access.CLIENT),
-    get("/api/ps", loaded, "Ollama's API: list the loaded models", OllamaLoadedModels, **_LISTED, access=Access.CLIENT),
-    get(
-        "/api/version",
-        version,
-        "Ollama's API: show the version of Ollama whose API this is",
-        OllamaVersion,
-        error_body=error_body,
-        access=Access.CLIENT,
-    ),
+    _get("/api/tags", tags, "Ollama's API: list the served models", OllamaModels, refusals=UNAVAILABLE),
+    _get("/api/ps", loaded, "Ollama's API: list the loaded models", OllamaLoadedModels, refusals=UNAVAILABLE),
+    _get("/api/version", version, "Ollama's API: show the version of Ollama whose API this is", OllamaVersion),
     get("/", root, "Ollama's API: a text that says that the server runs", access=Access.PUBLIC),
 )
 _HINT = "Ollama's requests have options"

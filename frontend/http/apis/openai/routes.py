@@ -237,17 +237,17 @@ async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
 
 # --- what there is ----------------------------------------------------------------------------------------------------
 
+_get, _post = functools.partial(get, access=Access.CLIENT), functools.partial(post, access=Access.CLIENT)
 ROUTES = (
-    post(
+    _post(
         "/v1/completions",
         functools.partial(_generate, kind=CompletionRequest, prepare=prepare_completion, prefix="cmpl-"),
         "Complete one or several prompts",
         CompletionRequest,
         CompletionResponse,
         GENERATION,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/v1/chat/completions",
         functools.partial(_generate, kind=ChatCompletionRequest, prepare=prepare_chat, prefix="chatcmpl-"),
         "Complete a conversation with the next message",
@@ -255,60 +255,40 @@ ROUTES = (
         ChatResponse,
         GENERATION,
         events=ChatChunk,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/v1/chat/completions/batch",
         functools.partial(_generate, kind=ChatBatchRequest, prepare=prepare_chat_batch, prefix="chatcmpl-"),
         "Complete several conversations in one request",
         ChatBatchRequest,
         ChatResponse,
         GENERATION,
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/invocations",
         invocations,
         "SageMaker: a chat completion if the body has messages, a completion if it has a prompt",
         None,
         None,
         GENERATION,
-        access=Access.CLIENT,
     ),
-    get("/v1/models", models, "List the served models", ModelList, refusals=UNAVAILABLE, access=Access.CLIENT),
-    get(
-        "/v1/models/{model:path}",
-        one_model,
-        "Describe a served model",
-        ModelCard,
-        refusals=(404, *UNAVAILABLE),
-        access=Access.CLIENT,
-    ),
-    post(
+    _get("/v1/models", models, "List the served models", ModelList, refusals=UNAVAILABLE),
+    _get("/v1/models/{model:path}", one_model, "Describe a served model", ModelCard, refusals=(404, *UNAVAILABLE)),
+    _post(
         "/tokenize",
         tokenize,
         "Tokenize a text, or a conversation as the chat template renders it",
         TokenizeRequest,
         TokenizeResponse,
         TOKENS,
-        access=Access.CLIENT,
     ),
-    post(
-        "/detokenize",
-        detokenize,
-        "Convert token ids to text",
-        DetokenizeRequest,
-        DetokenizeResponse,
-        TOKENS,
-        access=Access.CLIENT,
-    ),
-    get(
+    _post("/detokenize", detokenize, "Convert token ids to text", DetokenizeRequest, DetokenizeResponse, TOKENS),
+    _get(
         "/tokenizer_info",
         tokenizer_info,
         "Show the special tokens and the chat template; needs --enable-tokenizer-info-endpoint",
         TokenizerInfoResponse,
         refusals=(404, *UNAVAILABLE),
-        access=Access.CLIENT,
     ),
 )
 

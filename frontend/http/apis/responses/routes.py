@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import time
 from collections.abc import Coroutine
 from http import HTTPStatus
@@ -36,7 +37,7 @@ from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.server.event_stream import HEADERS
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import HOLD_S, first_of
-from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSpec, get, post
+from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, get, post, route
 from headrace.frontend.http.server.shared_database import StoreError
 from headrace.frontend.http.server.state import ServerState
 
@@ -333,60 +334,56 @@ def _no_response(id: str) -> ApiError:
     return ApiError(HTTPStatus.NOT_FOUND, why, param="response_id", code="not_found")
 
 
+_get, _post = functools.partial(get, access=Access.CLIENT), functools.partial(post, access=Access.CLIENT)
 ROUTES = (
-    post(
+    _post(
         "/v1/responses",
         create,
         "Create a response, which may be stored, followed and continued by its id",
         ResponsesRequest,
         ResponseObject,
         (*GENERATION, 424),
-        access=Access.CLIENT,
     ),
-    post(
+    _post(
         "/v1/responses/input_tokens",
         input_tokens,
         "Count the prompt's tokens of a response",
         ResponsesRequest,
         InputTokens,
         (*TOKENS, 424),
-        access=Access.CLIENT,
     ),
-    get(
+    _get(
         "/v1/responses/{response_id}",
         retrieve,
         "Retrieve a stored response",
         ResponseObject,
         query=RetrieveQuery,
         refusals=(400, 404),
-        access=Access.CLIENT,
     ),
-    RouteSpec(
-        method="DELETE",
-        path="/v1/responses/{response_id}",
-        handler=delete,
-        summary="Delete a stored response",
-        response=DeletedResponse,
+    route(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        delete,
+        "Delete a stored response",
+        DeletedResponse,
         refusals=(404,),
         access=Access.CLIENT,
     ),
-    RouteSpec(
-        method="POST",
-        path="/v1/responses/{response_id}/cancel",
-        handler=cancel,
-        summary="Cancel a response that is generated in the background",
-        response=ResponseObject,
-        refusals=(400, 404),
-        access=Access.CLIENT,
+    _post(
+        "/v1/responses/{response_id}/cancel",
+        cancel,
+        "Cancel a response that is generated in the background",
+        None,
+        ResponseObject,
+        (400, 404),
     ),
-    get(
+    _get(
         "/v1/responses/{response_id}/input_items",
         input_items,
         "List the input items of a stored response",
         InputItemList,
         query=InputItemsQuery,
         refusals=(400, 404),
-        access=Access.CLIENT,
     ),
 )
 API = Api(

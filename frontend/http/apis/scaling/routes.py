@@ -12,7 +12,7 @@ from msgspec import Meta
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.server.exchange import Exchange
-from headrace.frontend.http.server.route_spec import RouteSpec
+from headrace.frontend.http.server.route_spec import post
 from headrace.frontend.http.server.state import ServerState
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -71,23 +71,22 @@ async def is_scaling(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer(ScalingResponse(state.num_scaling > 0))
 
 
-ROUTES: tuple[RouteSpec, ...] = (
-    RouteSpec(
-        method="POST",
-        path="/scale_elastic_ep",
-        handler=scale,
-        summary="Change the number of data parallel engines",
-        request=ScaleRequest,
-        response=ScaleResponse,
-        refusals=(400, 413, 415, 503),
+ROUTES = (
+    post(
+        "/scale_elastic_ep",
+        scale,
+        "Change the number of data parallel engines",
+        ScaleRequest,
+        ScaleResponse,
+        (400, 413, 415, 503),
         access=Access.ADMIN,
     ),
-    RouteSpec(
-        method="POST",
-        path="/is_scaling_elastic_ep",
-        handler=is_scaling,
-        summary="Whether the number of engines is being changed",
-        response=ScalingResponse,
+    post(
+        "/is_scaling_elastic_ep",
+        is_scaling,
+        "Whether the number of engines is being changed",
+        None,
+        ScalingResponse,
         access=Access.CLIENT,
     ),
 )
