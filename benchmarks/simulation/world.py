@@ -35,7 +35,6 @@ from headrace.frontend.request.parameters.sampling_params import RequestOutputKi
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError
-from headrace.ipc.process.gc_pauses import lasting_objects
 from simulation.answers import AnswerCheck
 from simulation.coordinators import Announcing, FollowerLink, SimulatedCoordinator
 from simulation.engines import (
@@ -45,6 +44,7 @@ from simulation.engines import (
     SimulatedEngine,
     version_of,
 )
+from simulation.lasting_objects import lasting_objects
 from simulation.membership import Membership
 from simulation.network import PEER_TIMEOUT_S, Link
 from simulation.virtual_time import run_virtually

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_MADE_BETWEEN_WALKS = 50_000
-
 
 @contextlib.contextmanager
 def gc_watched(on_pause: Callable[[float], None]) -> Iterator[None]:
@@ -65,8 +63,8 @@ class CollectorHold:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """For large imports, whose objects all stay: the collector would walk through them again and again, which takes a
-    tenth of the processor time of importing torch."""
+    """Turns garbage collection off. For large imports, whose objects all stay: the collector would walk through them
+    again and again, which takes a tenth of the processor time of importing torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,29 +72,6 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def lasting_objects() -> Iterator[Callable[[], None]]:
-    """For a program that creates millions of objects that live until it ends, and then works with them.
-
-    Within the block the collector is disabled until the yielded function is called. From then on it traverses only
-    objects created since, and runs less often.
-    """
-    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
-    gc.disable()
-
-    def made() -> None:
-        gc.freeze()
-        gc.set_threshold(_MADE_BETWEEN_WALKS, *thresholds[1:])
-        gc.enable()
-
-    try:
-        yield made
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
-        gc.enable() if was_enabled else gc.disable()
 
 
 class IdleCollector:

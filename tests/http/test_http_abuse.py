@@ -35,7 +35,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Keys
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
-from headrace.frontend.http.server.exchange import MOST_CONTAINERS, LargeBodies, check_shape
+from headrace.frontend.http.server.exchange import MOST_CONTAINERS, LargeBodies, check_num_values
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.gc_pauses import CollectorHold
@@ -157,9 +157,9 @@ def test_the_collector_keeps_still_while_large_bodies_are_worked_on_and_not_for_
 def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(value):
     body = b'{"prompt":[' + b",".join([value] * (MOST_CONTAINERS + 10)) + b"]}"
     with pytest.raises(ApiError, match="several requests") as refused:
-        check_shape(body)
+        check_num_values(body)
     assert refused.value.status == 413
-    check_shape(b'{"prompt":[' + b",".join([value] * (MOST_CONTAINERS // 4)) + b"]}")
+    check_num_values(b'{"prompt":[' + b",".join([value] * (MOST_CONTAINERS // 4)) + b"]}")
 
 
 def test_rules_on_tokens_times_outputs_are_bounded(client):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.ipc.process.gc_pauses import IdleCollector, lasting_objects
+from headrace.ipc.process.gc_pauses import IdleCollector
 
 NUM_ALIVE = 200_000
 """As of thousands of requests."""
@@ -72,18 +72,3 @@ def test_a_request_that_came_meanwhile_does_not_wait_for_the_walk(collector: Idl
         assert len(alive) == NUM_ALIVE
 
     asyncio.run(serve())
-
-
-def test_what_is_made_to_last_is_never_walked_through_and_what_is_made_after_it_is() -> None:
-    gc.unfreeze()  # what the tests' process has made to last
-    before = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
-    with lasting_objects() as made:
-        assert not gc.isenabled()
-        lasting = [Circle() for _ in range(1000)]
-        made()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() >= len(lasting)
-        late = weakref.ref(Circle())
-        gc.collect()
-        assert late() is None
-    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before

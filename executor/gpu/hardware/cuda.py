@@ -5,10 +5,9 @@ Needs a GPU. All decisions are made elsewhere, in code that tests run on a CPU w
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from headrace.executor.gpu.hardware.device import GpuFacts, gpu_facts
 from headrace.executor.gpu.hardware.memory import Meter
 from headrace.executor.gpu.weights.offload import SideStream
 from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.ipc.process.gc_pauses import no_collections
 
 
 class CudaMark(torch.cuda.Event):
@@ -83,7 +83,7 @@ class CudaCapturer:
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
-            with no_collections():
+            with no_collections():  # freeing CUDA objects could invalidate the capture
                 begin(graph, self._pool)
                 try:
                     result = run()
@@ -138,18 +138,6 @@ def lent(result: Any) -> Any:
     except (AttributeError, RuntimeError, TypeError, ValueError):  # the fallback only costs memory
         return result
     return borrowed if borrowed.data_ptr() == result.data_ptr() else result
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Turns garbage collection off during a capture: freeing CUDA objects could invalidate it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class CudaSideStream:

@@ -70,11 +70,6 @@ class ExpertBalancer:
         self._steps_left = max(1, interval // 4)
         self._can_move: list[bool] | None = None
 
-    @property
-    def placements(self) -> list[Placement]:
-        """The current placement of each layer."""
-        return [layer.placement for layer in self._layers]
-
     def after_step(self) -> ExpertBalance | None:
         """Must be called after each step that computed something, on every rank of the stage. Returns the measured
         balance in steps that log or rearrange."""

@@ -190,9 +190,9 @@ def bad_field(param: str, message: str, code: str | None = "invalid_value") -> A
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def unavailable(message: str, *, code: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
+def unavailable(message: str, *, code: str) -> ApiError:
     return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code=code, retry_after_s=retry_after_s
+        HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code=code, retry_after_s=RETRY_AFTER_S
     )
 
 

@@ -135,14 +135,14 @@ class LargeBodies:
 
 def _make(only: list[bytes], make: Callable[[bytes], T]) -> T:
     try:
-        check_shape(only[0])
+        check_num_values(only[0])
         return make(only.pop())
     except (ApiError, HeadraceError) as error:
         only.clear()
         raise error.with_traceback(None) from None  # the frames of its traceback refer to the decoded body
 
 
-def check_shape(body: bytes) -> None:
+def check_num_values(body: bytes) -> None:
     """Raises ApiError (413) for a body with too many values. Counts in slices, so that other threads run in between."""
     separators = containers = 0
     for start in range(0, len(body), _COUNT_BYTES):

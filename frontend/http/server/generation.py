@@ -100,16 +100,16 @@ class PreparedRequest(RequestListener):
         requests: Sequence[CheckedRequest],
         answer: Answer,
         *,
-        streams: bool = False,
+        is_streamed: bool = False,
         affinity: Affinity = ANYWHERE,
         form_field: str = "structured_outputs",
         selection: OutputSelection | None = None,
     ) -> None:
-        """id: of the HTTP request. requests: one for each prompt. streams: the answer is sent as events. form_field:
-        the body's field that asks for structured output, which error messages name. selection: how outputs are chosen
-        among the computed ones (best_of, beams); None: all are returned."""
+        """id: of the HTTP request. requests: one for each prompt. is_streamed: the answer is sent as events.
+        form_field: the body's field that asks for structured output, which error messages name. selection: how outputs
+        are chosen among the computed ones (best_of, beams); None: all are returned."""
         self.engine, self.id, self.requests, self.answer = engine, id, requests, answer
-        self.is_streamed, self.affinity = streams, affinity
+        self.is_streamed, self.affinity = is_streamed, affinity
         self.form_field, self.selection = form_field, selection
         self.then: Callable[[Sequence[RequestStream]], Sequence[CheckedRequest]] | None = None
         """Makes of the results of `requests` those that run after them and are answered: called once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -353,29 +354,18 @@ def _prepare(
     return prepared
 
 
-async def embed(state: ServerState, exchange: Exchange) -> None:
-    def prepare(body: bytes) -> PreparedRequest | OllamaEmbedResponse:
-        request = state.decoder.decode(body, OllamaEmbedRequest)
-        return prepare_embed(
-            request, _engine(state, request.model), state.options, _pooling_context(state, exchange, request.model)
-        )
+async def _embed(state: ServerState, exchange: Exchange, *, kind: type[Any], prepare: Callable[..., Any]) -> None:
+    """prepare: makes what is run, or the answer, of a request of this kind, as `prepare_embed` does."""
 
-    await _answer(state, exchange, await exchange.prepare(prepare))
+    def prepared(body: bytes) -> PreparedRequest | msgspec.Struct:
+        request = state.decoder.decode(body, kind)
+        engine = _engine(state, request.model)
+        name = served_name(request.model, (*state.pool.names, *state.pool.adapters))
+        context = PoolingContext(f"ollama-{exchange.request_id(None)}", exchange.tenant, model=name)
+        made: PreparedRequest | msgspec.Struct = prepare(request, engine, state.options, context)
+        return made
 
-
-async def embeddings(state: ServerState, exchange: Exchange) -> None:
-    def prepare(body: bytes) -> PreparedRequest | OllamaEmbeddingsResponse:
-        request = state.decoder.decode(body, OllamaEmbeddingsRequest)
-        return prepare_embeddings(
-            request, _engine(state, request.model), state.options, _pooling_context(state, exchange, request.model)
-        )
-
-    await _answer(state, exchange, await exchange.prepare(prepare))
-
-
-def _pooling_context(state: ServerState, exchange: Exchange, model: str) -> PoolingContext:
-    name = served_name(model, (*state.pool.names, *state.pool.adapters))
-    return PoolingContext(f"ollama-{exchange.request_id(None)}", exchange.tenant, model=name)
+    await _answer(state, exchange, await exchange.prepare(prepared))
 
 
 async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | msgspec.Struct) -> None:
@@ -480,7 +470,7 @@ ROUTES = (
     _post("/api/show", show, "Ollama's API: describe a model and its capabilities", ShowRequest, ShowResponse, TOKENS),
     _post(
         "/api/embed",
-        embed,
+        functools.partial(_embed, kind=OllamaEmbedRequest, prepare=prepare_embed),
         "Ollama's API: compute the embedding vectors of texts",
         OllamaEmbedRequest,
         OllamaEmbedResponse,
@@ -488,7 +478,7 @@ ROUTES = (
     ),
     _post(
         "/api/embeddings",
-        embeddings,
+        functools.partial(_embed, kind=OllamaEmbeddingsRequest, prepare=prepare_embeddings),
         "Ollama's API: compute the embedding vector of a text",
         OllamaEmbeddingsRequest,
         OllamaEmbeddingsResponse,

@@ -53,7 +53,7 @@ from headrace.frontend.http.apis.openai.prompts import (
     tokenize_texts,
 )
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
-from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
+from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, check_schemas, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.api import ApiState
@@ -207,7 +207,7 @@ def prepare_chat(
         id,
         [checked],
         (make_answer or ChatAnswer)(AnswerContext(request, id, engine, options, form.make_reader, choice.is_named)),
-        streams=bool(request.stream),
+        is_streamed=bool(request.stream),
         affinity=affinity_of(request),
         form_field=form_field,
         selection=selection,
@@ -255,7 +255,7 @@ def _form_of(
     if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(tokenizer):
         raise bad_field("tools", NO_STRICT_CALLS)
     if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(tokenizer)):
-        check_arguments(choice)
+        check_schemas(choice)
     reader = formats.reader(tokenizer, rendered, choice)
     several = request.parallel_tool_calls is not False
     grammar = formats.grammar(tokenizer, rendered, choice, several=several, or_json=or_json)

@@ -124,7 +124,7 @@ def prepare_completion(
         id,
         requests,
         CompletionAnswer(AnswerContext(request, id, engine, options), num_outputs, only_prompt=only_prompt),
-        streams=bool(request.stream),
+        is_streamed=bool(request.stream),
         affinity=affinity_of(request),
         form_field=form_field,
         selection=selection,

@@ -25,7 +25,7 @@ from headrace.frontend.request.parameters.sampling_params import NEUTRAL as NEUT
 from headrace.frontend.request.parameters.structured_outputs import RETIRED
 
 T = TypeVar("T")
-# Bounds of lists that are processed item by item. Lists of token ids have only the body's (exchange.check_shape).
+# Bounds of lists that are processed item by item. Lists of token ids have only the body's (exchange.check_num_values).
 Few = Annotated[list[T], Meta(max_length=1024)]
 Many = Annotated[list[T], Meta(max_length=MOST_MESSAGES)]
 MOST_BIASES = 4096

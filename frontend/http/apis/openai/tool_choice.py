@@ -82,7 +82,7 @@ def check_tools(tools: Tools | None) -> None:
                 raise bad_field(where, f"unknown field {name!r} of {where}; did you mean {known}?")
 
 
-def check_arguments(choice: ToolChoice) -> None:
+def check_schemas(choice: ToolChoice) -> None:
     """Checks tools whose calls are constrained to their schemas. Raises ApiError unless parameters are an object."""
     for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
         schema, named = function.get("parameters") or {}, f"the parameters of the tool {function['name'][:80]!r}"
