@@ -15,7 +15,6 @@ from torch import Tensor
 from headrace.core.options.adapters import AdapterLimits
 from headrace.executor.checkpoints.formats.as_loaded import finite
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
-from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis, Linear, Role, size_of
@@ -23,6 +22,7 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.ipc.process.resources import give_back_freed_memory
 from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GROUPED_TYPES,
@@ -53,6 +53,9 @@ Stored = Tensor | tuple[str, Tensor] | GroupedWeight
 
 OUTER_BITS = 8
 """Bits of the quantised embedding and head: their errors reach every token undiminished."""
+GIVE_BACK_EVERY_BYTES = 16 << 20
+"""Bytes of packed weights after which the memory that packing has freed is returned to the system. The C library keeps
+freed pieces of up to 32 MB for reuse, and those between pieces in use can add up to a third of the packed weights."""
 KERNEL_BLOCK = 32
 """Consecutive values of a row that kernels process together, whatever the size of a scale's group."""
 
@@ -162,7 +165,8 @@ class CpuWeights(CheckedWeights):
         super().__init__(source, dtype, torch.device("cpu"), place)
         self._runtime = runtime
         self._arena = Arena()  # its own, so that its memory is freed with the model
-        self._freed = FreedMemory()
+        self._packed_bytes = 0
+        """Since memory was last given back."""
         self._keeps_packed = keep_packed
         self._blocks = blocks
         self._unpacked_types: set[str] = set()
@@ -344,7 +348,10 @@ class CpuWeights(CheckedWeights):
     def pack(self, stored: Stored, *, gated: bool = False) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
         self.nbytes += packed.nbytes
-        self._freed.add(packed.nbytes)
+        self._packed_bytes += packed.nbytes
+        if self._packed_bytes >= GIVE_BACK_EVERY_BYTES:
+            give_back_freed_memory()
+            self._packed_bytes = 0
         return packed
 
 

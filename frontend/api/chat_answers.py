@@ -14,8 +14,8 @@ from headrace.ipc.failure import InvalidRequestError
 if TYPE_CHECKING:
     from headrace.frontend.request.parameters.sampling_params import SamplingParams
     from headrace.frontend.request.prompts import Prompt
-    from headrace.frontend.text.formats.choice import OutputFormats
     from headrace.frontend.text.formats.declaration import ReasoningFormat
+    from headrace.frontend.text.formats.output_formats import OutputFormats
     from headrace.frontend.text.formats.parser import OutputParser
     from headrace.frontend.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class AnswerReader:
         tools = options.get("tools")
         if not tools and not parsers:
             return
-        from headrace.frontend.text.formats.choice import ToolChoice
+        from headrace.frontend.text.formats.output_formats import ToolChoice
 
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
         rendered, choice = RenderedChat(prompt, template), ToolChoice(_as_openai(tools or ()))
@@ -104,7 +104,7 @@ class AnswerReader:
 
 @functools.cache
 def _formats(tool_call_parser: str, reasoning_parser: str | None) -> OutputFormats:
-    from headrace.frontend.text.formats.choice import OutputFormats
+    from headrace.frontend.text.formats.output_formats import OutputFormats
 
     return OutputFormats(tool_call_parser, reasoning_parser)
 

@@ -110,7 +110,7 @@ def _check_tools(tools: Any) -> None:
     if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
         return  # render_chat refuses it with a reason
     if any("function" in each or each.get("type") == "function" for each in tools):
-        from headrace.frontend.text.formats.choice import wrong_tool
+        from headrace.frontend.text.formats.output_formats import wrong_tool
 
         if (wrong := wrong_tool(tools)) is not None:
             raise InvalidRequestError(wrong[1])

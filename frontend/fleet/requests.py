@@ -183,11 +183,6 @@ class RoutedRequests(Engines, RequestListener):
         for stream in [self._streams[each] for each in names if each in self._streams]:
             stream.abort()
 
-    def engine_of(self, stream: RequestStream) -> Engine | None:
-        """The engine that runs the request now; None if it waits for one."""
-        member = stream.route.member if stream.route is not None else None
-        return self._by_name.get(member.facts.name) if member is not None else None
-
     def route_of(self, request_id: str) -> RoutedRequest:
         """The router's record of a running request. Raises KeyError."""
         return self._streams[request_id].route

@@ -389,14 +389,14 @@ def test_requests_wait_for_one_of_several_foreign_engines_when_none_is_left(
         await asyncio.wait_for(pool.started.wait(), 60)
 
         def look() -> None:
-            has_it = pool.engine_of(stream)
+            has_it = stream.route.member if stream.route is not None else None
             if stream.num_tokens < 10 or has_it is None:
                 return
             for session in sessions:
                 session.on_step = None
                 if not comes_back:
                     session.open = _nobody  # type: ignore[method-assign]
-            for index in (1 - has_it.index, has_it.index):  # or two would have died with it
+            for index in (1 - has_it.facts.rank, has_it.facts.rank):  # or two would have died with it
                 sessions[index].kill()
 
         for session in sessions:

@@ -19,9 +19,9 @@ from thinned import pairs
 
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
-from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, known_formats, load_format
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
+from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from read_answers import Read, parser_of, read
 
 from headrace.frontend.text.chat_template import RenderedChat, render_chat
-from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import known_formats, load_format
+from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice
 from headrace.frontend.text.tokenizer import Tokenizer
 
 IDS = [f"{way.format}-{place}" for place, way in enumerate(WAYS)]

@@ -17,13 +17,13 @@ from source_tree import ROOT
 
 from headrace.frontend.request.message import message_of
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
     format_of_template,
     known_formats,
     load_format,
 )
+from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError

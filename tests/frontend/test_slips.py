@@ -13,8 +13,8 @@ from family_answers import MINIMAX, V3, dsml
 from read_answers import Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import load_format
+from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 

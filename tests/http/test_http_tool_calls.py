@@ -13,7 +13,7 @@ from null_with_tokenizer import PARROT
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headrace.frontend.http.apis.openai.tool_choice import tool_choice_of
-from headrace.frontend.text.formats.choice import ToolChoice
+from headrace.frontend.text.formats.output_formats import ToolChoice
 
 CHAT = "/v1/chat/completions"
 TOOLS = [weather(), NOW]

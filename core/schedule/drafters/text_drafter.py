@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.core.schedule.drafters.confidence import Confidence
 from headrace.core.schedule.drafters.drafter import Drafter
-from headrace.core.schedule.drafters.pacing import Pacing
+from headrace.core.schedule.drafters.pacing import Confidence, Pacing
 from headrace.core.schedule.drafters.row_texts import RowTexts
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepPlan

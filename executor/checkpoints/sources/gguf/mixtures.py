@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -252,139 +253,70 @@ def _ling2(fields: Fields, config: Config) -> dict[str, Any]:
     return _ling(fields, config) | {"use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
 
 
+_experts = functools.partial(GGUFArchitecture, is_mixture=True)
+_deepseek_experts = functools.partial(_experts, routes_in_groups=True, gating=(0, SIGMOID))
+"""Its experts are chosen as DeepSeek-V3's are."""
 MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        "bailingmoe": GGUFArchitecture(
+        "bailingmoe": _experts(
             "BailingMoeForCausalLM",
             "bailing_moe",
             permuted=True,
-            is_mixture=True,
             extra=_ling,
             routes_in_groups=True,
             names={f"attn_{each}": f"attention.{each}_proj" for each in "qkv"},
         ),
-        "bailingmoe2": GGUFArchitecture(
-            "BailingMoeV2ForCausalLM",
-            "bailing_moe_v2",
-            is_mixture=True,
-            extra=_ling2,
-            routes_in_groups=True,
-            gating=(SIGMOID,),
+        "bailingmoe2": _experts(
+            "BailingMoeV2ForCausalLM", "bailing_moe_v2", extra=_ling2, routes_in_groups=True, gating=(SIGMOID,)
         ),
-        "deepseek": GGUFArchitecture(
-            "DeepseekForCausalLM",
-            "deepseek",
-            permuted=True,
-            is_mixture=True,
-            routes_in_groups=True,
-            always_renormalises=False,
+        "deepseek": _experts(
+            "DeepseekForCausalLM", "deepseek", permuted=True, routes_in_groups=True, always_renormalises=False
         ),
-        "deepseek2": GGUFArchitecture(
+        "deepseek2": _experts(
             "DeepseekV2ForCausalLM",
             "deepseek_v2",
-            is_mixture=True,
             extra=_deepseek2,
             routes_in_groups=True,
             gating=(0, 1, SIGMOID),
             key_heads="one",
         ),
-        "dbrx": GGUFArchitecture(
-            "DbrxForCausalLM", "dbrx", is_mixture=True, extra=_dbrx, always_renormalises=True, layer_norms=True
+        "dbrx": _experts("DbrxForCausalLM", "dbrx", extra=_dbrx, always_renormalises=True, layer_norms=True),
+        "dots1": _deepseek_experts("Dots1ForCausalLM", "dots1", extra=_dots1),
+        "ernie4_5-moe": _experts("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", extra=_ernie, always_renormalises=True),
+        "exaone-moe": _deepseek_experts("ExaoneMoeForCausalLM", "exaone_moe", extra=_exaone_moe),
+        "glm-dsa": _deepseek_experts("GlmMoeDsaForCausalLM", "glm_moe_dsa", extra=_glm_dsa, key_heads="one"),
+        "glm4moe": _deepseek_experts("Glm4MoeForCausalLM", "glm4_moe", extra=_glm4),
+        "gpt-oss": _experts(
+            "GptOssForCausalLM", "gpt_oss", extra=_gpt_oss, always_renormalises=True, gating=(0, 1, SOFTMAX_OF_CHOSEN)
         ),
-        "dots1": GGUFArchitecture(
-            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=_dots1, routes_in_groups=True, gating=(0, SIGMOID)
+        "granitemoe": _experts(
+            "GraniteMoeForCausalLM", "granitemoe", permuted=True, extra=granite, always_renormalises=True
         ),
-        "ernie4_5-moe": GGUFArchitecture(
-            "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, always_renormalises=True
+        "hunyuan-moe": _experts("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", extra=_hunyuan, always_renormalises=True),
+        "llama4": _experts(
+            "Llama4ForCausalLM", "llama4_text", extra=_llama4, always_renormalises=False, gating=(0, SIGMOID)
         ),
-        "exaone-moe": GGUFArchitecture(
-            "ExaoneMoeForCausalLM",
-            "exaone_moe",
-            is_mixture=True,
-            extra=_exaone_moe,
-            routes_in_groups=True,
-            gating=(0, SIGMOID),
-        ),
-        "glm-dsa": GGUFArchitecture(
-            "GlmMoeDsaForCausalLM",
-            "glm_moe_dsa",
-            is_mixture=True,
-            extra=_glm_dsa,
-            routes_in_groups=True,
-            gating=(0, SIGMOID),
-            key_heads="one",
-        ),
-        "glm4moe": GGUFArchitecture(
-            "Glm4MoeForCausalLM",
-            "glm4_moe",
-            is_mixture=True,
-            extra=_glm4,
-            routes_in_groups=True,
-            gating=(0, SIGMOID),
-        ),
-        "gpt-oss": GGUFArchitecture(
-            "GptOssForCausalLM",
-            "gpt_oss",
-            is_mixture=True,
-            extra=_gpt_oss,
-            always_renormalises=True,
-            gating=(0, 1, SOFTMAX_OF_CHOSEN),
-        ),
-        "granitemoe": GGUFArchitecture(
-            "GraniteMoeForCausalLM",
-            "granitemoe",
-            permuted=True,
-            is_mixture=True,
-            extra=granite,
-            always_renormalises=True,
-        ),
-        "hunyuan-moe": GGUFArchitecture(
-            "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", is_mixture=True, extra=_hunyuan, always_renormalises=True
-        ),
-        "llama4": GGUFArchitecture(
-            "Llama4ForCausalLM",
-            "llama4_text",
-            is_mixture=True,
-            extra=_llama4,
-            always_renormalises=False,
-            gating=(0, SIGMOID),
-        ),
-        "mimo2": GGUFArchitecture(
+        "mimo2": _deepseek_experts(
             "MiMoV2FlashForCausalLM",
             "mimo_v2_flash",
-            is_mixture=True,
             extra=mimo2,
-            routes_in_groups=True,
             always_renormalises=True,
-            gating=(0, SIGMOID),
             key_heads_differ=True,
             names={"attn_sinks.weight": "self_attn.attention_sink_bias"},
         ),
-        "mistral4": GGUFArchitecture(
-            "Mistral4ForCausalLM", "mistral4", is_mixture=True, extra=_mistral4, routes_in_groups=True, key_heads="one"
+        "mistral4": _experts(
+            "Mistral4ForCausalLM", "mistral4", extra=_mistral4, routes_in_groups=True, key_heads="one"
         ),
-        "minimax-m2": GGUFArchitecture(
-            "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, always_renormalises=True, gating=(0, SIGMOID)
-        ),
-        "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", is_mixture=True),
-        "phimoe": GGUFArchitecture(
-            "PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe, always_renormalises=False
-        ),
-        "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),
-        "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, renormalised=True),
-        "qwen3vlmoe": GGUFArchitecture(
-            "Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, extra=of_text, renormalised=True
-        ),
-        "step35": GGUFArchitecture(
-            "Step3p5ForCausalLM",
-            "step3p5",
-            is_mixture=True,
-            offset_norms=True,
-            extra=step35,
-            gating=(0, SIGMOID),
-            heads_differ=True,
+        "minimax-m2": _experts("MiniMaxM2ForCausalLM", "minimax_m2", always_renormalises=True, gating=(0, SIGMOID)),
+        "olmoe": _experts("OlmoeForCausalLM", "olmoe"),
+        "phimoe": _experts("PhimoeForCausalLM", "phimoe", extra=_phimoe, always_renormalises=False),
+        "qwen2moe": _experts("Qwen2MoeForCausalLM", "qwen2_moe", extra=_qwen2),
+        "qwen3moe": _experts("Qwen3MoeForCausalLM", "qwen3_moe", renormalised=True),
+        "qwen3vlmoe": _experts("Qwen3MoeForCausalLM", "qwen3_moe", extra=of_text, renormalised=True),
+        "step35": _experts(
+            "Step3p5ForCausalLM", "step3p5", offset_norms=True, extra=step35, gating=(0, SIGMOID), heads_differ=True
         ),
     }
 )
-MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, always_renormalises=True)
+MIXTRAL = _experts("MixtralForCausalLM", "mixtral", permuted=True, always_renormalises=True)
 """The architecture of files that have experts and the architecture name llama."""

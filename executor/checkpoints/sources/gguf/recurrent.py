@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -284,69 +285,54 @@ RWKV_NAMES = {
     "channel_mix_value": "ffn.value",
     "channel_mix_lerp_k.weight": "ffn.x_k",
 }
-_QWEN: dict[str, Any] = {"offset_norms": True, "some_attend": True}
-_QWEN_EXPERTS: dict[str, Any] = {**_QWEN, "is_mixture": True, "always_renormalises": True}
+_hybrid = functools.partial(GGUFArchitecture, some_attend=True)
+_hybrid_mixture = functools.partial(_hybrid, is_mixture=True)
 RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "falcon-h1": GGUFArchitecture("FalconH1ForCausalLM", "falcon_h1", extra=_falcon_h1),
-        "granitehybrid": GGUFArchitecture(
+        "granitehybrid": _hybrid_mixture(
             "GraniteMoeHybridForCausalLM",
             "granitemoehybrid",
             permuted=True,
             extra=_granite_hybrid,
-            some_attend=True,
-            is_mixture=True,
             may_be_dense=True,
             always_renormalises=True,
             names=GRANITE_SHARED,
         ),
-        "jamba": GGUFArchitecture(
-            "JambaForCausalLM",
-            "jamba",
-            is_mixture=True,
-            extra=_jamba,
-            always_renormalises=False,
-            some_attend=True,
-        ),
-        "kimi-linear": GGUFArchitecture(
+        "jamba": _hybrid_mixture("JambaForCausalLM", "jamba", extra=_jamba, always_renormalises=False),
+        "kimi-linear": _hybrid_mixture(
             "KimiLinearForCausalLM",
             "kimi_linear",
-            is_mixture=True,
             extra=_kimi_linear,
             routes_in_groups=True,
             renormalised=True,
             gating=(0, SIGMOID),
-            some_attend=True,
         ),
-        "lfm2": GGUFArchitecture("Lfm2ForCausalLM", "lfm2", extra=_lfm2_dense, some_attend=True),
-        "lfm2moe": GGUFArchitecture(
-            "Lfm2MoeForCausalLM",
-            "lfm2_moe",
-            is_mixture=True,
-            extra=_lfm2_moe,
-            always_renormalises=True,
-            gating=(0, SIGMOID),
-            some_attend=True,
+        "lfm2": _hybrid("Lfm2ForCausalLM", "lfm2", extra=_lfm2_dense),
+        "lfm2moe": _hybrid_mixture(
+            "Lfm2MoeForCausalLM", "lfm2_moe", extra=_lfm2_moe, always_renormalises=True, gating=(0, SIGMOID)
         ),
         "mamba": GGUFArchitecture("MambaForCausalLM", "mamba", whole=_mamba),
         "mamba2": GGUFArchitecture("Mamba2ForCausalLM", "mamba2", whole=_mamba2),
-        "nemotron_h": GGUFArchitecture(
-            "NemotronHForCausalLM", "nemotron_h", permuted=True, extra=_nemotron_h, some_attend=True
-        ),
-        "nemotron_h_moe": GGUFArchitecture(
+        "nemotron_h": _hybrid("NemotronHForCausalLM", "nemotron_h", permuted=True, extra=_nemotron_h),
+        "nemotron_h_moe": _hybrid_mixture(
             "NemotronHForCausalLM",
             "nemotron_h",
             permuted=True,
-            is_mixture=True,
             extra=_nemotron_h,
             routes_in_groups=True,
             gating=(0, SIGMOID),
-            some_attend=True,
         ),
-        "qwen3next": GGUFArchitecture("Qwen3NextForCausalLM", "qwen3_next", extra=_delta, **_QWEN_EXPERTS),
-        "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, **_QWEN),
-        "qwen35moe": GGUFArchitecture(
-            "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", extra=_delta_in_turn, **_QWEN_EXPERTS
+        "qwen3next": _hybrid_mixture(
+            "Qwen3NextForCausalLM", "qwen3_next", extra=_delta, offset_norms=True, always_renormalises=True
+        ),
+        "qwen35": _hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, offset_norms=True),
+        "qwen35moe": _hybrid_mixture(
+            "Qwen3_5MoeForCausalLM",
+            "qwen3_5_moe_text",
+            extra=_delta_in_turn,
+            offset_norms=True,
+            always_renormalises=True,
         ),
         "rwkv7": GGUFArchitecture(
             "RWKV7ForCausalLM",

@@ -60,8 +60,8 @@ from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.request.message import call_id
 from headrace.frontend.request.outputs import CompletionOutput
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.choice import ToolChoice
 from headrace.frontend.text.formats.events import AnswerPart
+from headrace.frontend.text.formats.output_formats import ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.messages import Welcome
 

@@ -41,7 +41,6 @@ from headrace.frontend.http.apis.openai.bodies import (
     chat_logprobs,
     prompt_logprobs,
 )
-from headrace.frontend.http.apis.openai.choices import check_selection, selection_of
 from headrace.frontend.http.apis.openai.parameters import check_outputs, sampling_params, thinking_budget
 from headrace.frontend.http.apis.openai.prompts import (
     ChatPrompts,
@@ -53,6 +52,7 @@ from headrace.frontend.http.apis.openai.prompts import (
     tokenize_texts,
 )
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
+from headrace.frontend.http.apis.openai.selection import check_selection, selection_of
 from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, check_schemas, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
@@ -72,9 +72,9 @@ from headrace.frontend.request.parameters.structured_outputs import (
 )
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
-from headrace.frontend.text.formats.choice import NO_TOOLS, ONLY_TEXT, OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.formats.events import AnswerPart
+from headrace.frontend.text.formats.output_formats import NO_TOOLS, ONLY_TEXT, OutputFormats, ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor

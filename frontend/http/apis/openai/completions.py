@@ -31,16 +31,16 @@ from headrace.frontend.http.apis.openai.bodies import (
     prompt_logprobs,
 )
 from headrace.frontend.http.apis.openai.chat import ChatParts
-from headrace.frontend.http.apis.openai.choices import (
+from headrace.frontend.http.apis.openai.parameters import check_outputs, sampling_params, thinking_budget
+from headrace.frontend.http.apis.openai.prompts import cache_salt, check_prompt, most_prompt_tokens, tokenize_texts
+from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
+from headrace.frontend.http.apis.openai.selection import (
     check_selection,
     drop_needless_outputs,
     outputs_of,
     selection_of,
     width_of,
 )
-from headrace.frontend.http.apis.openai.parameters import check_outputs, sampling_params, thinking_budget
-from headrace.frontend.http.apis.openai.prompts import cache_salt, check_prompt, most_prompt_tokens, tokenize_texts
-from headrace.frontend.http.apis.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import as_api_error, bad_field

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.frontend.http.server.decoding.decoder import closest
 from headrace.frontend.http.server.errors import ApiError, bad_field
-from headrace.frontend.text.formats.choice import NO_TOOLS, ToolChoice, Tools, wrong_tool
+from headrace.frontend.text.formats.output_formats import NO_TOOLS, ToolChoice, Tools, wrong_tool
 from headrace.frontend.text.formats.parameters import types_of
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.frontend.http.apis.responses.items import ClientTool, Item
 from headrace.frontend.http.server.errors import bad_field
-from headrace.frontend.text.formats.choice import misnamed_schema
+from headrace.frontend.text.formats.output_formats import misnamed_schema
 
 logger = logging.getLogger(__name__)
 HOSTED = (
