@@ -137,13 +137,13 @@ class PreparedRequest(RequestListener):
             self._search = asyncio.ensure_future(search(self, requests, self.selection, pool, client))
             self._search.add_done_callback(functools.partial(self._on_found, pages))
             return
-        pace, count = Pace(), len(requests)
+        turn, count = LoopTurn(), len(requests)
         self._num_running = count
         self._pool = pool
         for request in requests:
             self._submit(request, pool)
             if count > 1:
-                await pace.step()
+                await turn.step()
         if count == len(pool) and (table := self.streams[-1].table) is not None:
             table.flush()  # no other request runs, so that they wait for none of this turn
 
@@ -253,7 +253,7 @@ def prepared_as(names: Mapping[str, str], prepare: Callable[[], PreparedRequest]
     return prepared
 
 
-class Pace:
+class LoopTurn:
     """Yields to the event loop at least every TURN_S while many small pieces of one request's work are done."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from headrace.frontend.http.apis.files.store import FileStore
 from headrace.frontend.http.server.errors import ApiError, bad_field, shortened
-from headrace.frontend.http.server.generation import Pace
+from headrace.frontend.http.server.generation import LoopTurn
 
 _WRITE_BYTES = 1 << 20
 _PARSED_AT_ONCE_BYTES = 1 << 14
@@ -55,11 +55,11 @@ class Upload:
     async def read(self, parts: AsyncIterator[bytes]) -> None:
         """Reads the whole body. Raises ApiError, and FullError if the store is full."""
         try:
-            pace = Pace()
+            turn = LoopTurn()
             async for part in parts:
                 for start in range(0, len(part), _PARSED_AT_ONCE_BYTES):
                     self._parser.write(part[start : start + _PARSED_AT_ONCE_BYTES])
-                    await pace.step()
+                    await turn.step()
                 if len(self._waiting) >= _WRITE_BYTES:
                     await self._store.run(self._write)
             self._parser.finalize()
