@@ -91,10 +91,6 @@ class Registry:
     def addresses(self) -> Iterable[str]:
         return self._engines
 
-    @property
-    def num_followers(self) -> int:
-        return len(self._followers)
-
     def receive(self, peer: Peer, message: ToCoordinator, now_s: float) -> list[Outgoing]:
         """Takes a peer's message. Returns the messages to send at once."""
         if isinstance(message, Announce | Follow) and message.schema_hash != SCHEMA_HASH:

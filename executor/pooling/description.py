@@ -177,7 +177,7 @@ def _embedding(
 ) -> Tasks:
     """pools: nothing is generated beside it."""
     if (folder is not None and folder.splade) or _names_splade(checkpoint):
-        return _over_vocabulary(checkpoint, config, folder, spec)
+        return _over_vocabulary(config, folder, spec)
     width = spec.embedding_width
     late = None if folder is None else folder.late_interaction
     if late is not None and late.fills_queries and (late.query_length or 0) > spec.max_positions:
@@ -285,9 +285,7 @@ def _names_splade(checkpoint: Checkpoint) -> bool:
     return "BertSpladeSparseEmbeddingModel" in (checkpoint.config.get("architectures") or ())
 
 
-def _over_vocabulary(
-    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec
-) -> Tasks:
+def _over_vocabulary(config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
     """SPLADE (Formal et al. 2021): one value for each token of the vocabulary, most of them 0."""
     if not spec.vocabulary_layers:
         raise ModelError(f"{spec.architecture} has no layer over the vocabulary here, which SpladePooling pools")

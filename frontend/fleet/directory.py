@@ -85,10 +85,6 @@ class Directory:
     def entries(self) -> list[EngineEntry]:
         return list(self._known.values())
 
-    def is_listed(self, address: str) -> bool:
-        """Whether the engine at this address is known."""
-        return address in self._known
-
     def heard_all(self, now_s: float) -> bool:
         """Whether a reachable coordinator has sent its complete list."""
         return any(not each.needs_all and now_s - each.heard_s < QUIET_AFTER_S for each in self._coordinators.values())

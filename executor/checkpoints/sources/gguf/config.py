@@ -229,7 +229,7 @@ def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | No
             "yarn and longrope are supported"
         )
     if factors is not None:
-        return _scaled_by_frequency(fields, factors.data.reshape(-1).view("<f4"), factor, config)
+        return _scaled_by_frequency(factors.data.reshape(-1).view("<f4"), factor, config)
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
@@ -268,9 +268,7 @@ def _longrope(fields: Fields, config: dict[str, Any], factor: float) -> dict[str
     return found
 
 
-def _scaled_by_frequency(
-    fields: Fields, factors: np.ndarray, factor: float, config: dict[str, Any]
-) -> dict[str, Any] | None:
+def _scaled_by_frequency(factors: np.ndarray, factor: float, config: dict[str, Any]) -> dict[str, Any] | None:
     """Divisors of each frequency, as Llama 3's parameters if they follow its rule, else as they are. None if they
     scale nothing. factors: [rotary dimensions / 2] float32. factor: divides all besides."""
     if factor == 1.0:

@@ -64,7 +64,6 @@ class MessagesAnswer(TextAnswer):
         self._reader = self.reader() or OutputParser(None, None)
         self._began = False
         self._num_blocks, self._open = 0, ("", -1)  # of the open block: its kind, and the index of its tool call
-        self._sequence: SequenceState | None = None
 
     def whole(self) -> list[bytes]:
         (stream,) = self.streams
@@ -94,7 +93,6 @@ class MessagesAnswer(TextAnswer):
         return [msgspec.json.encode(response)]
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        self._sequence = sequence
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         parts = [] if self._began else [self._start()]
         self._began = True
