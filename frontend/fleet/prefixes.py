@@ -60,10 +60,6 @@ class PrefixIndex:
                 self._young.pop(key, None)
                 self._old.pop(key, None)
 
-    def forget(self, engine: int) -> None:
-        """The engine caches nothing any more."""
-        self._clear(engine)
-
     def retire(self, engine: int) -> list[int]:
         """Removes an engine for good. Returns the bits that may be reused: those of engines that were cleared from all
         masks. If the index is large, this is done for many engines at once."""
@@ -71,10 +67,11 @@ class PrefixIndex:
         if self._retired.bit_count() * _SWEPT_PER_ENGINE < len(self._young) + len(self._old):
             return []
         retired, self._retired = self._retired, 0
-        self._clear(retired)
+        self.forget(retired)
         return [1 << number for number in range(retired.bit_length()) if retired >> number & 1]
 
-    def _clear(self, engines: int) -> None:
+    def forget(self, engines: int) -> None:
+        """These engines cache nothing any more."""
         for generation in (self._young, self._old):
             for key in [key for key, mask in generation.items() if mask & engines]:
                 generation[key] &= ~engines

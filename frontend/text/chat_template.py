@@ -340,7 +340,7 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 
 def check_template(template: str) -> None:
     """Raises InvalidRequestError if the text is no template; that a model's messages fit it only rendering shows."""
-    renderer().check(template)
+    renderer().outputs(template)
 
 
 def load_template(option: str | None) -> str | None:

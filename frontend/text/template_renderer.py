@@ -117,10 +117,6 @@ class TemplateRenderer:
         threads.shutdown(wait=False, cancel_futures=True)
         self._helper.end()
 
-    def check(self, template: str) -> None:
-        """Raises InvalidRequestError if the text is no template."""
-        self.outputs(template)
-
     def outputs(self, template: str, *contexts: bytes) -> Sequence[Output]:
         """What the template makes of each context, all within the limits of one. Raises InvalidRequestError if it is no
         template, TemplateLimitError, and in `without_blocking` StillRenderingError."""
