@@ -7,17 +7,21 @@ allows more than the original. What is left of REFUSED after that is refused, wi
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, NamedTuple
 
 from headrace.core.structured_output.exact_numbers import check_exact, check_multiples, with_exact_bounds
 from headrace.core.structured_output.expressions import leading_assertions
+from headrace.core.structured_output.schema_references import (
+    DEFINITIONS,
+    PLAIN_REFERENCE,
+    has_resources,
+    lookup,
+    with_used_definitions,
+)
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that are followed. All others are annotations, as JSON Schema has it."""
@@ -59,13 +63,11 @@ _NOTES = ("title", "description", "default", "examples", "$comment", "deprecated
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BEYOND_ANSWERS = 1 << 31
 """As many characters, values or properties no answer has."""
-PLAIN_REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[A-Za-z0-9_.-]+)?")
-"""To the whole schema, or to a definition whose name has no escapes."""
 _IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 """Keywords whose schemas apply to the same value."""
 _MOST_UNIQUE = 4
 """Most values of a list without repetition: their orders are written one by one."""
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 """Keywords whose objects have schemas by name."""
 _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "allOf", "oneOf"),
@@ -74,6 +76,14 @@ _SCHEMAS = (
 _VALUES = ("enum", "const", "default", "examples", "required", "dependentRequired")
 _VALUES_OF_NULL = ("const", "default", "examples")
 """Keywords that null is a value for."""
+_CONSTRAINTS = frozenset(
+    (
+        *("type", "enum", "const", "required", "dependentRequired", "dependencies", "uniqueItems", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minContains", "maxContains"),
+        *("properties", "patternProperties", *_IN_PLACE, *_COUNTS, *_SCHEMAS),
+    )
+)
+"""Keywords that say which values are valid."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _TYPE_NAMES = {name: name for name in (*_TYPES, "integer")} | {
     "dict": "object",
@@ -93,10 +103,11 @@ def in_followed_keywords(schema: Any) -> Any:
 
 class _Rewriting:
     def __init__(self, root: Any) -> None:
-        self._root = root
-        self._is_merged = _adds_bounds(root)
-        self._added = dict[tuple[str, bool], str]()
-        """The names of definitions to add: of a reference's schema, and whether that is needed closed."""
+        self._has_resources = has_resources(root)
+        self._root = root if self._has_resources else with_used_definitions(root)
+        self._is_merged = _adds_bounds(self._root)
+        self._added = dict[tuple[str, _Narrowing | None], str]()
+        """The names of definitions to add: of a reference's schema, and of what it is needed without."""
 
     def whole(self) -> Any:
         if self._is_merged:
@@ -106,31 +117,28 @@ class _Rewriting:
             return found
         definitions, done = dict(found.get("$defs") or {}), 0
         while done < len(self._added):  # those may need further ones
-            for (reference, is_closed), name in list(self._added.items())[done:]:
-                schema = _lookup(self._root, reference)
-                definitions[name] = self._rewritten(_closed(schema) if is_closed else schema, reference[1:])
+            for (reference, narrowing), name in list(self._added.items())[done:]:
+                schema = lookup(self._root, reference)
+                if narrowing is not None:
+                    schema = narrowing.of(self._resolved(schema))
+                definitions[name] = self._rewritten(schema, reference[1:])
                 done += 1
         return {**found, "$defs": definitions}
 
-    def _add(self, reference: str, *, is_closed: bool) -> str:
+    def _add(self, reference: str, narrowing: _Narrowing | None = None) -> str:
         """A reference to a definition that is added for this one."""
-        if (reference, is_closed) not in self._added:
+        if (reference, narrowing) not in self._added:
             known = self._root.get("$defs") or {}
             names = (f"added_{number}" for number in itertools.count(len(self._added)))
-            self._added[reference, is_closed] = next(name for name in names if name not in known)
-        return f"#/$defs/{self._added[reference, is_closed]}"
+            self._added[reference, narrowing] = next(name for name in names if name not in known)
+        return f"#/$defs/{self._added[reference, narrowing]}"
 
     def _reference(self, reference: str) -> str:
         """To a definition, by a name without escapes. Of the libraries one decodes no escapes, one takes nothing but
         ASCII, and neither finds what has been rewritten."""
-        if PLAIN_REFERENCE.fullmatch(reference) or _lookup(self._root, reference) is None or self._has_resources:
+        if PLAIN_REFERENCE.fullmatch(reference) or lookup(self._root, reference) is None or self._has_resources:
             return reference
-        return self._add(reference, is_closed=False)
-
-    @functools.cached_property
-    def _has_resources(self) -> bool:
-        """Some schema within has a URI of its own, which references there begin at."""
-        return any("$id" in each for each in _schemas_in(self._root) if each is not self._root)
+        return self._add(reference)
 
     def _rewritten(self, schema: Any, where: str) -> Any:
         if isinstance(schema, list):
@@ -157,12 +165,7 @@ class _Rewriting:
 
     def _changed(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
         """The schema itself rewritten, and not yet the schemas within it."""
-        # Clients write keywords that a program has left out as null.
-        found = {
-            name: value
-            for name, value in schema.items()
-            if name not in _DROPPED and (value is not None or name in _VALUES_OF_NULL)
-        }
+        found = {name: value for name, value in _without_nulls(schema).items() if name not in _DROPPED}
         if "type" in found:
             found["type"] = _known_types(found["type"])
         for name in ("enum", "const"):
@@ -197,21 +200,44 @@ class _Rewriting:
         return found
 
     def _one_of(self, schema: dict[str, Any], alternatives: list[Any]) -> dict[str, Any]:
-        """With `anyOf` instead of `oneOf`, if the alternatives exclude each other, perhaps once they are closed."""
+        """With `anyOf` instead of `oneOf`, if the alternatives exclude each other, perhaps once they are narrowed."""
         whole = [self._resolved(each) for each in alternatives]
-        if not self._exclude_each_other(whole):
-            if not self._exclude_each_other([_closed(each) for each in whole]):
-                return schema
-            alternatives = [self._in_closed_form(each) for each in alternatives]
         rest = {name: value for name, value in schema.items() if name != "oneOf"}
+        if not self._exclude_each_other(whole):
+            narrowings = [self._narrowing(nth, whole, rest) for nth in range(len(whole))]
+            if None in narrowings:
+                return schema
+            alternatives = [
+                self._narrowed(each, narrowing)
+                for each, narrowing in zip(alternatives, narrowings, strict=True)
+                if narrowing is not None
+            ]
         if "anyOf" not in rest:
             return {**rest, "anyOf": alternatives}
         return {**rest, "allOf": [*rest.get("allOf", []), {"anyOf": alternatives}]}
 
-    def _in_closed_form(self, schema: Any) -> Any:
-        if self._resolved(schema) is schema:
-            return _closed(schema)
-        return {"$ref": self._add(schema["$ref"], is_closed=True)}
+    def _narrowing(self, nth: int, alternatives: list[Any], beside: dict[str, Any]) -> _Narrowing | None:
+        """How one of the alternatives, beside these keywords, gets to exclude all others; None if it is not found."""
+        one, others = alternatives[nth], [*alternatives[:nth], *alternatives[nth + 1 :]]
+        found = _Narrowing(is_closed=beside.keys().isdisjoint(_CONSTRAINTS - {"type"}))
+        left = [each for each in others if not self._excludes(found.of(one), each)]
+        if not left:
+            return found
+        if not all(isinstance(each, dict) and "object" in _types_of(each) for each in (one, *left)):
+            return None
+        needed, described = {*_required(one), *_required(beside)}, _properties(one)
+        names = set[str]()
+        for other in left:
+            own = [name for name in _required(other) if name not in needed]
+            names.update(sorted(own, key=described.__contains__)[:1])
+        is_object = any(_types_of(one) & _types_of(each) != {"object"} for each in left)
+        found = found._replace(is_object=is_object, forbidden=tuple(sorted(names)))
+        return found if all(self._excludes(found.of(one), each) for each in others) else None
+
+    def _narrowed(self, schema: Any, narrowing: _Narrowing) -> Any:
+        if self._target(schema) is None:
+            return narrowing.of(self._resolved(schema))
+        return {"$ref": self._add(schema["$ref"], narrowing)}
 
     def _exclude_each_other(self, schemas: list[Any]) -> bool:
         return all(self._excludes(first, second) for first, second in itertools.combinations(schemas, 2))
@@ -234,58 +260,75 @@ class _Rewriting:
             return True
         if _types_of(first) & _types_of(second) != {"object"}:
             return False
-        return any(
-            self._differ_in(first, second, name, depth)
-            for name in (*first.get("required", ()), *second.get("required", ()))
-        )
+        return any(self._differ_in(first, second, name, depth) for name in (*_required(first), *_required(second)))
 
     def _differ_in(self, first: dict[str, Any], second: dict[str, Any], name: str, depth: int) -> bool:
         """Whether a property, which one of two objects requires, tells them apart."""
         schemas = []
         for each in (first, second):
-            properties = each.get("properties", {})
             others = {} if "patternProperties" in each else each.get("additionalProperties", {})
-            schemas.append(properties.get(name, others))
+            schemas.append(_properties(each).get(name, others))
         return self._excludes(schemas[0], schemas[1], depth + 1)
 
     def _resolved(self, schema: Any) -> Any:
-        """The schema that a reference without other keywords than annotations leads to."""
+        """The schema that a reference alone leads to."""
         for _ in range(20):
-            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            if (target := self._target(schema)) is None:
                 break
-            found = _lookup(self._root, reference)
-            if found is None or any(name in schema for name in ("properties", "type", "allOf", "anyOf", "oneOf")):
-                break
-            schema = found
-        return schema
+            schema = target
+        return _without_nulls(schema) if isinstance(schema, dict) else schema
 
-
-def _lookup(root: Any, reference: str) -> Any:
-    """What a JSON pointer within the schema leads to; None if it leads nowhere or elsewhere. Names are decoded as in a
-    URI, unless no such name is there: pydantic, for one, writes a class's name as it is."""
-    if reference == "#":
-        return root
-    if not reference.startswith("#/"):
-        return None
-    at = root
-    for part in reference[2:].split("/"):
-        name, as_it_is = (each.replace("~1", "/").replace("~0", "~") for each in (unquote(part), part))
-        if isinstance(at, dict):
-            at = at.get(name, at.get(as_it_is))
-        elif isinstance(at, list) and name.isdecimal() and int(name) < len(at):
-            at = at[int(name)]
-        else:
+    def _target(self, schema: Any) -> Any:
+        """What the reference of a schema without other constraints leads to; None for any other schema."""
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             return None
-    return at
+        is_alone = _without_nulls(schema).keys() & _CONSTRAINTS == {"$ref"}
+        return lookup(self._root, reference) if is_alone else None
 
 
-def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, some of which are no schemas."""
-    if isinstance(value, dict):
-        yield value
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _schemas_in(each)
+class _Narrowing(NamedTuple):
+    """What an alternative of several loses, so that no value of it is valid under another one."""
+
+    is_closed: bool
+    """Objects have none but the properties that it describes or requires, where it says nothing of others."""
+    is_object: bool = False
+    """It has no values but objects."""
+    forbidden: tuple[str, ...] = ()
+    """Names of properties that objects do not have."""
+
+    def of(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        found = {**schema, "type": "object"} if self.is_object else schema
+        if not self.is_closed or "properties" not in schema or schema.keys() & {"patternProperties", *_IN_PLACE}:
+            return self._without_forbidden(found)
+        left = {name: value for name, value in _properties(schema).items() if name not in self.forbidden}
+        if schema.get("additionalProperties", True) in (True, {}):
+            others = [name for name in _required(schema) if name not in left]
+            return {**found, "properties": {**left, **dict.fromkeys(others, True)}, "additionalProperties": False}
+        if schema["additionalProperties"] is False:
+            return {**found, "properties": left}
+        return self._without_forbidden(found)
+
+    def _without_forbidden(self, schema: dict[str, Any]) -> dict[str, Any]:
+        if not self.forbidden:
+            return schema
+        return {**schema, "properties": {**_properties(schema), **dict.fromkeys(self.forbidden, False)}}
+
+
+def _without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Clients write keywords that a program has left out as null."""
+    return {name: value for name, value in schema.items() if value is not None or name in _VALUES_OF_NULL}
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    names = schema.get("required")
+    return [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+
+
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _without_notes(schema: Any) -> Any:
@@ -338,12 +381,6 @@ def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_whole_numbers(each) for name, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, dict) and isinstance(schema.get("properties"), dict) and "patternProperties" not in schema:
-        return {"additionalProperties": False, **schema}
-    return schema
 
 
 def _adds_bounds(schema: Any) -> bool:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.core.structured_output.expressions import ExpressionPart, parts_of, written
-from headrace.core.structured_output.schema_keywords import PLAIN_REFERENCE
+from headrace.core.structured_output.schema_references import PLAIN_REFERENCE
 
 FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -191,6 +191,39 @@ IN_OTHER_WORDS: dict[str, tuple[Any, list[str], list[str]]] = {
         ['{"a":"x"}', '{"b":"x"}'],
         ['{"a":"x","b":"y"}', "{}"],
     ),
+    "oneOf of objects that say they are open": (
+        {"oneOf": [{**OPEN_A, "additionalProperties": True}, {**OPEN_B, "additionalProperties": {}}]},
+        ['{"a":"x"}', '{"b":"x"}'],
+        ['{"a":"x","b":"y"}', "{}"],
+    ),
+    "oneOf of objects that do not describe what they require": (
+        {"oneOf": [{**OPEN_A, "required": ["b"]}, {**OPEN_B, "required": ["c"]}]},
+        ['{"a":"x","b":"y"}', '{"b":1}', '{"c":1}'],
+        ["{}", '{"a":"x"}', '{"b":"x","c":1}'],
+    ),
+    "oneOf of objects of which one describes what another requires": (
+        {"oneOf": [OPEN_A, {**OPEN_B, "properties": {"a": TEXT, "b": TEXT}}]},
+        ['{"a":"x"}', '{"b":"x"}'],
+        ['{"a":"x","b":"y"}', "{}"],
+    ),
+    "oneOf of what is required, beside the properties": (
+        {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a":"x"}', '{"b":"x"}', '{"b":"x","c":1}'],
+        ['{"a":"x","b":"y"}', "{}", '{"a":1}', "1"],
+    ),
+    "oneOf of objects, beside what all require": (
+        {"type": "object", "properties": {"c": TEXT}, "required": ["c"], "oneOf": [OPEN_A, OPEN_B]},
+        ['{"c":"x","a":"x"}', '{"c":"x","b":"x"}'],
+        ['{"c":"x","a":"x","b":"y"}', '{"a":"x"}', '{"c":"x"}'],
+    ),
+    "oneOf of references with more beside them": (
+        {
+            "oneOf": [{"$ref": "#/$defs/A", "required": ["c"], "x-order": 1}, {"$ref": "#/$defs/B", "title": "B"}],
+            "$defs": {"A": OPEN_A, "B": {"$ref": "#/$defs/C"}, "C": OPEN_B},
+        },
+        ['{"a":"x","c":1}', '{"b":"x"}'],
+        ['{"a":"x"}', '{"c":1}', '{"b":"x","a":"x","c":1}'],
+    ),
     "oneOf of itself": (
         {
             "$ref": "#/$defs/T",
@@ -267,6 +300,40 @@ def test_a_keyword_is_followed_in_other_words(name: str) -> None:
     for text in (*valid, *invalid):
         assert is_valid(json.loads(text)) == (text in valid), text
         assert takes(start, text) == (text in valid), text
+
+
+def test_alternatives_may_have_keywords_that_are_null() -> None:
+    one = {**OPEN_A, "enum": None, "patternProperties": None}
+    two = {**OPEN_B, "properties": None, "type": None, "additionalProperties": None}
+    start = compiled("llguidance", "json", json.dumps({"oneOf": [one, two]}))
+    for text in ('{"a":"x"}', '{"b":"x"}'):
+        assert takes(start, text)
+    for text in ('{"a":"x","b":"y"}', "{}"):
+        assert not takes(start, text)
+
+
+def test_values_of_a_list_are_those_of_a_reference_and_of_what_stands_beside_it() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/E", "enum": ["a"]}}
+    with pytest.raises(InvalidRequestError, match="uniqueItems is not followed"):
+        compiled("llguidance", "json", json.dumps({**schema, "$defs": {"E": {"enum": ["a", "b"]}}}))
+
+
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_definitions_that_no_reference_leads_to_have_no_effect(name: str, place: str) -> None:
+    """Programs that make tools from an API's document give each tool all of its definitions."""
+    definitions: dict[str, Any] = {
+        "a/b": {"type": "array", "items": {"$ref": f"#/{place}/deep/properties/c"}, "maxItems": 1},
+        "deep": {"type": "object", "properties": {"c": {"type": "null"}}},
+        "unused": {"not": {"$ref": f"#/{place}/unused_too"}},
+        "unused_too": {"if": {"$ref": f"#/{place}/unused"}, "then": {"minItems": 1}},
+    }
+    schema = {"type": "object", "properties": {"x": {"$ref": f"#/{place}/a~1b"}}, "required": ["x"]}
+    start = compiled(name, "json", json.dumps({**schema, "additionalProperties": False, place: definitions}))
+    assert takes(start, '{"x":[null]}')
+    assert not takes(start, '{"x":[1]}')
+    with pytest.raises(InvalidRequestError, match=rf"not is not followed: .*\(at /.{place[1:]}/unused\)"):
+        compiled(name, "json", json.dumps({"$ref": f"#/{place}/unused", place: definitions}))
 
 
 NOT_FOLLOWED: dict[str, Any] = {
