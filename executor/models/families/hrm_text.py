@@ -55,7 +55,7 @@ def build(config: Config) -> ArchSpec:
     )
     runs = ([LOW] * low_cycles + [HIGH]) * high_cycles
     beginnings = {LOW: 0, HIGH: low_cycles * depth}  # of the first run of each stack
-    layers = []
+    layers: list[CycledLayer] = []
     for row in runs:
         again = len(layers) != beginnings[row]
         for index, layer in enumerate(spec.layers):
