@@ -424,7 +424,7 @@ def test_settings_go_with_the_next_question_and_stay(page: Page) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.5")
-    page.get_by_label("Most tokens").fill("7")
+    page.get_by_label("Max tokens").fill("7")
     page.get_by_label("Stop at").fill("one\ntwo")
     page.reload()
     ask(page, "hello there, hello there, hello there")
@@ -434,7 +434,7 @@ def test_settings_go_with_the_next_question_and_stay(page: Page) -> None:
     assert (body["temperature"], body["max_tokens"], body["stop"]) == (0.5, 7, ["one", "two"])
     assert "top_p" not in body
     assert "7 tokens" in answer(page).locator(".figures").inner_text()
-    assert "cut at the most tokens" in answer(page).locator(".figures").inner_text()
+    assert "cut at max tokens" in answer(page).locator(".figures").inner_text()
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("9")
     ask(page, "again")
@@ -553,6 +553,10 @@ def test_past_chats_are_listed_continued_and_deleted(browser: Browser, server: S
         panel.get_by_role("button", name="Delete: the second chat").click()
         assert titles.all_inner_texts() == ["the first chat"]
         panel.get_by_role("button", name="Delete all").click()
+        assert titles.count() == 1, "all of them go only once that is confirmed"
+        panel.get_by_role("button", name="Keep").click()
+        panel.get_by_role("button", name="Delete all").click()
+        panel.get_by_role("button", name="Delete 1 chat").click()
         assert titles.count() == 0
         assert other.locator(".bubble").count() == 0, "the chat that was open is gone too"
         other.reload()
@@ -627,3 +631,38 @@ def test_no_label_of_a_chart_is_cut(browser: Browser, server: Server, size: str)
         }"""
         )
         assert cut == []
+
+
+@pytest.mark.system
+def test_the_axis_of_a_count_has_whole_numbers(page: Page) -> None:
+    """Nothing is half a request."""
+    labels = page.evaluate(
+        """async () => {
+        const { Chart } = await import("./ui/chart.js");
+        const chart = new Chart("x", String, { leastMax: 4 });
+        document.body.replaceChildren(chart.element);
+        await new Promise((done) => setTimeout(done));
+        return [...Array(300).keys()].flatMap((most) => {
+          chart.update([{ label: "a", color: 0, points: [[1, most]] }], 0, 60);
+          return [...chart.element.querySelectorAll(".tick")].slice(0, 3).map((each) => each.textContent);
+        });
+    }"""
+    )
+    assert len(labels) == 900
+    assert [each for each in labels if not each.isdecimal()] == []
+
+
+@pytest.mark.system
+def test_charts_begin_with_a_minute_and_grow_to_the_chosen_time(browser: Browser, server: Server) -> None:
+    """So that what has just been opened is not a line at the edge of an empty chart."""
+    with opened(browser, server.url + "/#live") as page:
+        begin = page.locator(".chart").first.get_by_text("min ago")
+        begin.wait_for()
+        assert begin.text_content() == "1 min ago"
+        sample = "{ at: Date.now() / 1000 - 200, server: '', engines: {} }"
+        page.add_init_script(f"sessionStorage.setItem('headrace.samples', JSON.stringify([{sample}]))")
+        page.reload()
+        page.get_by_label("Time to draw").wait_for()
+        wait_until(lambda: begin.text_content() == "5 min ago", 30, "a chart with the sample")
+        page.get_by_label("Time to draw").select_option("60")
+        assert begin.text_content() == "1 min ago"

@@ -103,7 +103,7 @@ def _condition(engine: Engine, stats: EngineStats | None, *, has_begun: bool) ->
     if engine.client is None and (failure is None or not has_begun):
         return "starting", why
     if not engine.usable:
-        return "lost", f"{why} It is started again.".lstrip() if engine.is_awaited else why
+        return "lost", f"{why} It is being started again.".lstrip() if engine.is_awaited else why
     if engine.is_silent or stats is None:
         return "silent", f"It has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped."
     if stats.sleep_level:

@@ -111,7 +111,7 @@ function figuresOf({ figures, state, text, calls }) {
     parts.push(`prompt ${count(figures.promptTokens)}${cached}`);
   }
   if (state === "stopped") parts.push("stopped");
-  if (state === "done" && figures.finishReason === "length") parts.push("cut at the most tokens that it may have");
+  if (state === "done" && figures.finishReason === "length") parts.push("cut at max tokens");
   if (state === "done" && !text && !calls?.length && figures.finishReason === "stop") parts.push("the model had nothing to say");
   return parts.join(" · ");
 }

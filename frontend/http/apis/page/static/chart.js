@@ -135,9 +135,9 @@ function pathOf(points, x, y) {
   return path;
 }
 
-/** 1, 2 or 5 times a power of ten, at least the value. */
+/** An even digit or 1, times a power of ten, at least the value: the axis names its half too. */
 function niceAbove(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((each) => each * power).find((each) => each >= value * 0.999);
+  return [1, 2, 4, 6, 8, 10].map((each) => each * power).find((each) => each >= value * 0.999);
 }

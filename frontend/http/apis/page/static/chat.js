@@ -285,7 +285,7 @@ function greeting(choice) {
     return { title: `${choice.label} writes no text`, facts: ["It computes embeddings, scores or classes: see ", routes, "."] };
   }
   const length = choice.contextLength.toLocaleString("en");
-  return { title: `Ask ${choice.label}`, facts: [`${length} tokens of context. What is said stays in this browser.`] };
+  return { title: `Ask ${choice.label}`, facts: [`${length} tokens of context. Chats are kept in this browser.`] };
 }
 
 /** What a call has returned. */
@@ -306,7 +306,7 @@ function explained({ status, code, message }) {
     shutting_down: "The server is shutting down",
   };
   const hints = {
-    context_length_exceeded: "Start a new chat, edit an earlier question, or lower the most tokens in the settings.",
+    context_length_exceeded: "Start a new chat, edit an earlier question, or lower Max tokens in the settings.",
   };
   const byStatus = { 0: "The connection was lost", 400: "The server refused the request", 404: "The model is gone" };
   const title = titles[code] ?? byStatus[status] ?? "The answer failed";

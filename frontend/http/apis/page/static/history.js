@@ -9,11 +9,8 @@ export class History {
   constructor(element, toggle, chat) {
     this.#chat = chat;
     this.#show = connectPanel(element, toggle, "Past chats", ".past-chat", () => this.#draw());
-    element.append(this.#note, this.#list, this.#deleteAll);
-    this.#deleteAll.addEventListener("click", () => {
-      for (const { id } of pastChats()) this.#forget(id);
-      this.#draw();
-    });
+    element.append(this.#note, this.#list, this.#deleteAll, this.#sure);
+    this.#deleteAll.addEventListener("click", () => this.#ask(true));
   }
 
   #chat;
@@ -21,12 +18,34 @@ export class History {
   #note = make("p", { class: "help" });
   #list = make("ol", { class: "past-chats" });
   #deleteAll = make("button", { type: "button", class: "secondary" }, "Delete all");
+  #sure = make("div", { class: "settings-foot", role: "group", "aria-label": "Delete all chats", hidden: true });
 
   #draw() {
     const chats = pastChats();
     this.#note.textContent = chats.length ? "They are kept in this browser, and nowhere else." : "None is kept in this browser.";
+    this.#ask(false);
     this.#deleteAll.hidden = chats.length === 0;
     this.#list.replaceChildren(...chats.map((each) => this.#row(each)));
+  }
+
+  /** Whether it asks once more before it deletes all, which cannot be undone. */
+  #ask(isAsking) {
+    const chats = pastChats();
+    const forgetAll = () => {
+      for (const { id } of chats) this.#forget(id);
+      this.#draw();
+    };
+    const keep = () => {
+      this.#ask(false);
+      this.#deleteAll.focus();
+    };
+    this.#sure.replaceChildren(
+      make("button", { type: "button", class: "secondary danger", onclick: forgetAll }, `Delete ${chats.length} ${chats.length === 1 ? "chat" : "chats"}`),
+      make("button", { type: "button", class: "quiet", onclick: keep }, "Keep"),
+    );
+    this.#deleteAll.hidden = isAsking;
+    this.#sure.hidden = !isAsking;
+    if (isAsking) this.#sure.lastChild.focus();
   }
 
   #row({ id, title, at }) {
@@ -39,7 +58,7 @@ export class History {
       this.#draw();
       this.#list.querySelector("button")?.focus();
     };
-    const time = make("time", { datetime: new Date(at).toISOString() }, new Date(at).toLocaleString());
+    const time = make("time", { datetime: new Date(at).toISOString() }, new Date(at).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }));
     return make(
       "li",
       {},

@@ -5,6 +5,7 @@ import { make } from "./dom.js";
 import { LONGEST_S, gauge, percentile, rate } from "./samples.js";
 
 const SPANS_MIN = [1, 5, 15];
+const STEPS_S = [60, 120, 300, LONGEST_S]; // charts grow so to the chosen time, rather than begin nearly empty
 const MOST_EVENTS = 50;
 const SHARES = [["p50", 0.5], ["p90", 0.9], ["p99", 0.99]];
 const FIRST = "time_to_first_token_seconds";
@@ -38,7 +39,7 @@ export class LiveView {
           make("div", { class: "log", role: "log", tabindex: "0", "aria-label": "What happened" }, this.#events))),
     );
     for (const minutes of SPANS_MIN) {
-      this.#span.append(make("option", { value: String(minutes * 60), selected: minutes === 5 }, `Last ${minutes} min`));
+      this.#span.append(make("option", { value: String(minutes * 60), selected: minutes === 5 }, minutes === 1 ? "Last minute" : `Up to ${minutes} min`));
     }
     for (const select of [this.#engine, this.#span]) select.addEventListener("change", () => this.draw());
   }
@@ -81,7 +82,8 @@ export class LiveView {
     if (!engines.length) this.#cards.replaceChildren(make("li", { class: "card" }, "No engine is known yet."));
     const chosen = this.#engine.value === "" ? engines : engines.filter(({ index }) => String(index) === this.#engine.value);
     const to = Date.now() / 1000;
-    const from = to - Math.min(Number(this.#span.value), LONGEST_S);
+    const filled = STEPS_S.find((each) => each >= this.#samples.age(to)) ?? LONGEST_S;
+    const from = to - Math.min(Number(this.#span.value), filled);
     this.#drawCharts(this.#samples.since(from), chosen, from, to);
     this.#drawTable(this.#samples.since(to - 60), engines);
     this.#drawStartup(chosen);

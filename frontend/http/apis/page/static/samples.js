@@ -43,6 +43,11 @@ export class Samples {
     save(sessionStorage, "samples", this.#samples.filter(({ at }) => at > Date.now() / 1000 - KEPT_S));
   }
 
+  /** Seconds from the oldest sample to `at`. */
+  age(at) {
+    return this.#samples.length ? at - this.#samples[0].at : 0;
+  }
+
   since(at) {
     return this.#samples.filter((each) => each.at >= at);
   }

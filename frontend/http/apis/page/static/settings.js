@@ -6,13 +6,13 @@ import { load, save } from "./storage.js";
 
 const NUMBERS = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, hint: 1, help: "0 takes the likeliest token" },
-  { name: "max_tokens", label: "Most tokens", min: 1, step: 1, hint: "all that fit", help: "Length of an answer" },
-  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.01, hint: 1, help: "Tokens that make up this share" },
-  { name: "top_k", label: "Top k", min: -1, step: 1, hint: "all", help: "So many of the likeliest tokens" },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: 0, help: "Share of the likeliest one's probability" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, step: 0.01, hint: 1, help: "Above 1: repeats less" },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "Of tokens that came" },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "By how often they came" },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, hint: "all that fit", help: "Length of an answer" },
+  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.01, hint: 1, help: "Of the likeliest tokens, those up to this total probability" },
+  { name: "top_k", label: "Top k", min: -1, step: 1, hint: "all", help: "Of the likeliest tokens, this many" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: 0, help: "No token below this share of the likeliest one's probability" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, step: 0.01, hint: 1, help: "Above 1: fewer repetitions" },
+  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "Above 0: fewer tokens that were there before" },
+  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "Above 0: fewer, the more often they were" },
   { name: "seed", label: "Seed", step: 1, hint: "random", help: "The same answer each time" },
 ];
 
