@@ -75,7 +75,7 @@ package: $(BUILD_TOOLS)
 	$(BUILD_TOOLS)/bin/twine check --strict dist/*
 
 $(BUILD_TOOLS):
-	@$(PYTHON) -m venv $@ && $@/bin/pip install --quiet build setuptools twine
+	@$(PYTHON) -m venv $@ && $@/bin/pip install --quiet build 'setuptools>=77' twine
 
 # An image, TARGET=client, cpu or cuda, by docker or by another BUILDER with its command line. Those of a release have the
 # names that the chart and compose use, such as headrace:0.1.0-cpu.

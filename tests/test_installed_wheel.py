@@ -80,6 +80,23 @@ def test_the_sdist_holds_what_the_wheel_is_made_from(built: Built) -> None:
     assert not [name for name in names if name.endswith(".so")]
 
 
+def test_make_image_builds_this_tree_under_its_version(tmp_path: Path) -> None:
+    """Also where a new environment has a setuptools that is too old to say the version, as Python 3.11's."""
+    make = ["make", "--silent", "-C", str(ROOT), "image", "TARGET=client", "BUILDER=echo"]
+    printed = run([*make, f"VENV={tmp_path / 'environment'}"])
+    (version,) = re.findall(r"--target client --build-arg HEADRACE_VERSION=(\S+) ", printed)
+    assert f"--tag headrace:{version.replace('+', '-')}-client ." in printed
+
+
+def test_constraints_fit_the_package_indexs_own_torch(tmp_path: Path) -> None:
+    """Which is the build for CUDA, and asks for one version of triton. That for CPUs asks for none."""
+    programs = new_environment(tmp_path / "environment")
+    index = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    run([programs / "pip", "install", "--quiet", "--upgrade", "pip"], **index)  # older ones download what they look at
+    together = ["--constraint", ROOT / "constraints.txt", "torch", "triton"]
+    assert "Would install" in run([programs / "pip", "install", "--dry-run", *together], **index)
+
+
 def test_the_demo_runs_from_the_wheel_without_a_compiler_and_the_second_time_offline(
     built: Built, tmp_path: Path
 ) -> None:
