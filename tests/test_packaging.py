@@ -271,6 +271,7 @@ def test_the_base_install_is_the_client_alone(wheel: Path) -> None:
     engine = {r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": "engine"})}
     assert not base & NOT_IN_A_CLIENT
     assert engine >= NOT_IN_A_CLIENT - {"triton"}
+    assert "triton" not in engine, "torch's builds for CUDA bring theirs, and a CPU needs none"
     assert {"torch"} <= {r.name for r in required if r.name == "torch" and "2.11" in r.specifier}
 
 
