@@ -381,9 +381,8 @@ def test_an_images_health_is_asked_of_the_server_itself(tmp_path: Path) -> None:
 
 def test_manifests_name_images_that_we_build() -> None:
     assert image_targets() == {"client", "cpu", "cuda"}
-    named = {each["image"] for name in RENDERED for each in containers(name)} | {
-        compose()["services"]["server"]["image"]
-    }
+    (of_compose,) = re.findall(r"^\$\{IMAGE:-(.+)\}$", compose()["services"]["server"]["image"])
+    named = {each["image"] for name in RENDERED for each in containers(name)} | {of_compose}
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert named == {values["image"], values["frontends"]["image"]}
