@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import threading
@@ -207,6 +208,40 @@ def test_a_stream_comes_through_nginx_event_by_event(tmp_path):
             finally:
                 engine.resume()
             assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_the_block_for_one_server_serves_it_by_tls(tmp_path: Path) -> None:
+    """As in a folder of blocks that an nginx includes, which is how Debian's package has it."""
+    port = free_port()
+    (block,) = re.findall(r"^```nginx\n(.*?)^```", (DEPLOY / "nginx.md").read_text(), re.M | re.S)
+    pair = {"/etc/ssl/private/llm.key": tmp_path / "llm.key", "/etc/ssl/llm.pem": tmp_path / "llm.pem"}
+    key, certificate = pair.values()
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=llm.example.org"]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving("--api-key", KEY))
+        at = {"127.0.0.1:8000": server.url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}"}
+        for written, used in {**pair, **at}.items():
+            assert written in block
+            block = block.replace(written, str(used))
+        (tmp_path / "conf.d").mkdir()
+        (tmp_path / "conf.d" / "headrace.conf").write_text(block)
+        # Its workers write long bodies into this folder, which is root's alone where root runs the tests.
+        own = in_folder("user root; pid nginx.pid; events {} http { include conf.d/*.conf; }")
+        stack.enter_context(nginx(tmp_path, own))
+        client = stack.enter_context(
+            httpx.Client(
+                base_url=f"https://127.0.0.1:{port}",
+                headers={"Authorization": f"Bearer {KEY}"},
+                timeout=60,
+                verify=False,
+            )
+        )
+        wait_until(lambda: answers(client), 20, "nginx to answer")
+        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "max_tokens": 3}) as response:
+            assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+        long = {"prompt": [5] * 600_000, "max_tokens": 1}  # over nginx's 1 MB, and over the model's length
+        assert "context" in client.post(COMPLETIONS, json=long).json()["error"]["message"]
 
 
 @pytest.mark.system
