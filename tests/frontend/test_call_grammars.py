@@ -360,9 +360,7 @@ def unquoted(way: Way) -> str:
 UNQUOTED = [way for way in WAYS if unquoted(way)]
 
 
-@pytest.mark.parametrize(
-    "bounds", [{}, {"maxLength": 10_000}, {"minLength": 1, "maxLength": 10_000}, {"minLength": 3, "maxLength": 10_000}]
-)
+@pytest.mark.parametrize("bounds", [{"maxLength": 10_000}, {"minLength": 3, "maxLength": 10_000}])
 @pytest.mark.parametrize("way", UNQUOTED, ids=[way.format for way in UNQUOTED])
 def test_a_text_without_quotes_may_have_thousands_of_characters(way: Way, bounds: dict[str, int]):
     """And ends at its first end marker."""
@@ -372,14 +370,15 @@ def test_a_text_without_quotes_may_have_thousands_of_characters(way: Way, bounds
     end = unquoted(way)
     for grammar in (ForcedCalls, StrictCalls):
         written = grammar(calls, tools, {}, several=False).text()
-        least, most = bounds.get("minLength", 0), bounds.get("maxLength", 20_000)
+        least, most = bounds.get("minLength", 0), bounds["maxLength"]
         for length in {least, 3, 4000, most}:
             text = "x" * length
             assert accepts(written, way.write([("f", {"text": text})])), length
-        for length in {least - 1, *([most + 1] if "maxLength" in bounds else [])} - {-1}:
+        for length in {least - 1, most + 1} - {-1}:
             assert not accepts(written, way.write([("f", {"text": "x" * length})])), length
-        for before in ("", "x", "xxxx"):
-            assert not accepts(written, way.write([("f", {"text": f"{before}{end}xxx"})])), before
+        for text in (f"{before}{end}xxx" for before in ("", "x", "xxxx")):
+            answer = way.write([("f", {"text": text})])
+            assert text not in answer or not accepts(written, answer)  # where it is escaped, the text goes on
 
 
 def test_texts_and_truth_values_may_be_pythons_where_calls_are():

@@ -150,7 +150,7 @@ def test_the_process_that_renders_templates_ends_with_its_last_user() -> None:
     own = TemplateRenderer()
     own.use()
     own.use()
-    own.check("hello")
+    own.outputs("hello")
     pid = own.pid
     own.leave()
     assert own.pid == pid is not None
