@@ -93,7 +93,7 @@ def test_constraints_fit_the_package_indexs_own_torch(tmp_path: Path) -> None:
     programs = new_environment(tmp_path / "environment")
     index = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     run([programs / "pip", "install", "--quiet", "--upgrade", "pip"], **index)  # older ones download what they look at
-    together = ["--constraint", ROOT / "constraints.txt", "torch", "triton"]
+    together: list[str | Path] = ["--constraint", ROOT / "constraints.txt", "torch", "triton"]
     assert "Would install" in run([programs / "pip", "install", "--dry-run", *together], **index)
 
 

@@ -261,7 +261,7 @@ class ForcedCalls(Rules):
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
         """A value and its end marker. The line breaks of values_have_lines are required, so that the parser does not
-        take them from the text."""
+        take them from the text; the one at the end of a bounded string may be left out (`_to_first_end`)."""
         line = "\n" if self._calls.values_have_lines else ""
         return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
 
