@@ -3,7 +3,6 @@ fit the tools' schemas."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
@@ -26,7 +25,6 @@ from headrace.frontend.text.formats.output_formats import OutputFormats, ToolCho
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 
-BACKEND = "headrace.core.structured_output.llguidance_backend"
 WITH_CALLS = [name for name, declared in known_formats().items() if declared.calls]
 
 
@@ -163,8 +161,7 @@ def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:
     eos = tokenizer.token_to_id("<|endoftext|>")
     matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
     ids = tokenizer.encode(text).ids
-    limits = llguidance.LLParserLimits(**importlib.import_module(BACKEND).LIMITS)
-    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar), limits=limits)
+    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.get_error()
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -346,39 +343,6 @@ def test_a_string_without_a_bound_repeats_no_group_by_a_count(name, bounds):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     for grammar in (ForcedCalls, StrictCalls):
         assert not re.search(r"\)\{\d+\.?\d*,\}", grammar(load_format(name).calls, tools, {}, several=True).text())
-
-
-def unquoted(way: Way) -> str:
-    """The end marker of the string `text` in the family's calls; "" where they have no strings without quotes."""
-    calls = load_format(way.format).calls
-    if calls is None or calls.body not in ("xml", "elements"):
-        return ""
-    end = "</text>" if calls.body == "elements" else calls.parameter[3] or calls.escape
-    return end if f"xxx{chr(10) * calls.values_have_lines}{end}" in way.write([("f", {"text": "xxx"})]) else ""
-
-
-UNQUOTED = [way for way in WAYS if unquoted(way)]
-
-
-@pytest.mark.parametrize("bounds", [{"maxLength": 10_000}, {"minLength": 3, "maxLength": 10_000}])
-@pytest.mark.parametrize("way", UNQUOTED, ids=[way.format for way in UNQUOTED])
-def test_a_text_without_quotes_may_have_thousands_of_characters(way: Way, bounds: dict[str, int]):
-    """And ends at its first end marker."""
-    calls = load_format(way.format).calls
-    schema = {"type": "object", "properties": {"text": {"type": "string", **bounds}}, "required": ["text"]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    end = unquoted(way)
-    for grammar in (ForcedCalls, StrictCalls):
-        written = grammar(calls, tools, {}, several=False).text()
-        least, most = bounds.get("minLength", 0), bounds["maxLength"]
-        for length in {least, 3, 4000, most}:
-            text = "x" * length
-            assert accepts(written, way.write([("f", {"text": text})])), length
-        for length in {least - 1, most + 1} - {-1}:
-            assert not accepts(written, way.write([("f", {"text": "x" * length})])), length
-        for text in (f"{before}{end}xxx" for before in ("", "x", "xxxx")):
-            answer = way.write([("f", {"text": text})])
-            assert text not in answer or not accepts(written, answer)  # where it is escaped, the text goes on
 
 
 def test_texts_and_truth_values_may_be_pythons_where_calls_are():

@@ -261,7 +261,7 @@ class ForcedCalls(Rules):
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
         """A value and its end marker. The line breaks of values_have_lines are required, so that the parser does not
-        take them from the text; the one at the end of a bounded string may be left out (`_to_first_end`)."""
+        take them from the text."""
         line = "\n" if self._calls.values_have_lines else ""
         return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
 
@@ -299,10 +299,7 @@ class ForcedCalls(Rules):
         if is_special:
             name = self._rule("TEXT", " & ".join(parts))
             return f"{name if close else f'({name})?'} {self._marker(end)}"
-        if pattern is None and (bounded := _to_first_end(schema, line, end)):
-            parts = bounded
-        else:
-            parts.append(rf"~/(.|\n)*{regex(end)}(.|\n)+/")
+        parts.append(rf"~/(.|\n)*{regex(end)}(.|\n)+/")
         name = f"text_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: {' & '.join(parts)}")
         return name
@@ -466,20 +463,6 @@ def _times(schema: Mapping[str, Any]) -> str:
     if most is None and least <= 1:
         return "+" if least else "*"
     return f"{{{least},{'' if most is None else int(most)}}}"
-
-
-def _to_first_end(schema: Mapping[str, Any], line: str, end: str) -> list[str]:
-    """What the rule of a string with a maxLength is made of; [] for another one.
-
-    The rule is lazy, so that only an `end` before minLength must be excluded. One anywhere would be another state
-    beside the count: thousands of characters exceed the lexer's limits then. The line break before `end` may be left
-    out, which costs the shortest text that it takes to count it."""
-    least, most = int(schema.get("minLength") or 0), schema.get("maxLength")
-    least += bool(line)
-    if most is None or least > most:
-        return []
-    parts = [rf"/(.|\n){{{least},{int(most)}}}{line and f'{regex(line)}?'}{regex(end)}/"]
-    return [*parts, rf"~/(.|\n){{0,{least - 1}}}{regex(end)}(.|\n)*/"] if least else parts
 
 
 def _whole_pattern(pattern: str) -> str:
