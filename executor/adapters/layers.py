@@ -153,7 +153,7 @@ class _Mapped:
         gate_ups, downs = list[LowRank | None](), list[LowRank | None]()
         for expert in range(count) if is_whole and place.balances_experts else place.experts(count):
             pair = [factors.get(start + names[expert]) for names in (stack.gates, stack.ups)]
-            gate_ups.append(_side_by_side(pair, self._inner(stack, unpadded), own, stack.hidden))
+            gate_ups.append(_side_by_side(pair, self._inner(stack, unpadded), own))
             downs.append(_from_inner(factors.get(start + stack.downs[expert]), self._inner(stack, unpadded), own))
         return LowRankExperts(tuple(gate_ups), tuple(downs))
 
@@ -556,7 +556,7 @@ def _stacks(declaration: LayerDeclaration) -> Iterator[ExpertStack]:
     return (each for each in declaration.ffn.values() if isinstance(each, ExpertStack))
 
 
-def _side_by_side(pair: Sequence[Factors | None], inner: GrownAxis, own: slice | None, columns: int) -> LowRank | None:
+def _side_by_side(pair: Sequence[Factors | None], inner: GrownAxis, own: slice | None) -> LowRank | None:
     """The gate and up projection of an expert, whose rows a rank may share."""
     if pair == [None, None]:
         return None

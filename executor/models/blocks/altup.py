@@ -12,6 +12,7 @@ from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.executor.models.blocks import Declared, LayerHeld, LayerOps, Linear, Norm, Ops, Stream, Value, Vector
 from headrace.executor.models.blocks.dense import Activation
 from headrace.executor.models.blocks.layer_inputs import declared_input, declared_inputs, projected_inputs
+from headrace.executor.models.blocks.tensor_ops import copied
 
 LEAST_SQUARE = 1e-5
 """Lower bound of a projected row's mean square, by which is divided."""
@@ -89,11 +90,11 @@ class AltUp(Stream):
         own, norms = held.stream, held.norms
         predicted = ops.call(self._predicted, x, ops.linear(own["predict"], self._routed(ops, own, x)))
         active = ops.call(_row, predicted, self.active)
-        normed = ops.norm(norms["mixer"], ops.call(_copy, active))
+        normed = ops.norm(norms["mixer"], ops.call(copied, active))
         laurel = ops.norm(own["laurel_norm"], ops.linear(own["right"], ops.linear(own["left"], normed)))
         mixed = ops.norm(norms["mixer_post"], ops.total(layer.mixer.emit(ops, held.mixer, normed)))
         stream = ops.call(_half_power, active, mixed, normed, laurel)
-        computed = layer.ffn.emit(ops, held.ffn, ops.norm(norms["ffn"], ops.call(_copy, stream)))
+        computed = layer.ffn.emit(ops, held.ffn, ops.norm(norms["ffn"], ops.call(copied, stream)))
         activated = ops.call(_total, stream, ops.norm(norms["ffn_post"], ops.total(computed)))
         shares = ops.linear(own["correct"], self._routed(ops, own, activated))
         corrected = ops.call(self._corrected, predicted, activated, shares)
@@ -166,11 +167,6 @@ class AltUp(Stream):
 
 def _row(rows: Value, index: int) -> Value:
     return rows[:, index].contiguous()
-
-
-def _copy(x: Value) -> Value:
-    """A copy, since norms may overwrite their input."""
-    return x.clone()
 
 
 def _tanh(x: Value) -> Value:

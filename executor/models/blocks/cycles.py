@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import Declared, LayerHeld, LayerOps, Norm, Ops, Stream, Value, Vector
+from headrace.executor.models.blocks.tensor_ops import added, beside, columns, copied
 
 HIGH, LOW = 0, 1
 
@@ -54,40 +55,25 @@ class Cycles(Stream):
         return {"end": Norm("final_norm", self.hidden, "rms", self.eps, weight_offset=0.0, affine=False)}
 
     def begin(self, ops: Ops, held: Mapping[str, Any], embedded: Value, inputs: Value | None) -> Value:
-        return ops.call(lambda high, low: _joined(high, low.to(high.dtype).expand_as(high)), embedded, held["low"])
+        return ops.call(lambda high, low: beside(high, low.to(high.dtype).expand_as(high)), embedded, held["low"])
 
     def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
         assert isinstance(layer, CycledLayer), "its family makes the layers of this stream"
-        rows = [ops.call(self._row, x, row) for row in (HIGH, LOW)]
-        row = ops.call(_sum, *rows) if layer.begins else rows[layer.row]
+        rows = [self._row(ops, x, row) for row in (HIGH, LOW)]
+        row = ops.call(added, *rows) if layer.begins else rows[layer.row]
         for block, held_block, norm in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
-            read = ops.norm(held.norms[norm], ops.call(_copy, row))
-            row = ops.call(_sum, row, ops.total(block.emit(ops, held_block, read)))
+            read = ops.norm(held.norms[norm], ops.call(copied, row))
+            row = ops.call(added, row, ops.total(block.emit(ops, held_block, read)))
         rows[layer.row] = ops.norm(held.stream["end"], row) if layer.ends else row
-        return ops.call(_joined, *rows)
+        return ops.call(beside, *rows)
 
     def end(self, ops: Ops, held: Mapping[str, Any], x: Value) -> Value:
-        return ops.call(self._row, x, HIGH)
+        return self._row(ops, x, HIGH)
 
     def values_per_token(self) -> int:
         """The stream before and after a layer, its two rows, and a row with a copy."""
         return 8 * self.hidden
 
-    def _row(self, x: Value, row: int) -> Value:
+    def _row(self, ops: Ops, x: Value, row: int) -> Value:
         """x: a stream -> [num_tokens, hidden]"""
-        return x[:, row * self.hidden : (row + 1) * self.hidden].contiguous()
-
-
-def _sum(x: Value, y: Value) -> Value:
-    return x + y
-
-
-def _copy(x: Value) -> Value:
-    """A norm overwrites what it reads."""
-    return x.clone()
-
-
-def _joined(high: Value, low: Value) -> Value:
-    from torch import cat  # blocks are also imported where torch is not installed
-
-    return cat([high, low], dim=-1)
+        return ops.call(columns, x, row * self.hidden, (row + 1) * self.hidden)

@@ -23,6 +23,7 @@ from headrace.executor.models.blocks import (
 )
 from headrace.executor.models.blocks.dense import Activation, Dense
 from headrace.executor.models.blocks.experts import Experts
+from headrace.executor.models.blocks.tensor_ops import added, beside, columns, copied
 
 
 @dataclass(frozen=True)
@@ -72,29 +73,29 @@ class LayerInputs(Stream):
     def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
         if inputs is None:
             return embedded
-        return ops.call(_beside, embedded, projected_inputs(ops, held, embedded, inputs, self.input_size))
+        return ops.call(beside, embedded, projected_inputs(ops, held, embedded, inputs, self.input_size))
 
     def end(self, ops: Ops, held: Held, x: Value) -> Value:
         return x
 
     def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
         own, norms = held.stream, held.norms
-        stream = ops.call(_columns, x, 0, self.hidden)
-        mixed = ops.total(layer.mixer.emit(ops, held.mixer, ops.norm(norms["mixer"], ops.call(_copy, stream))))
-        stream = ops.call(_sum, stream, ops.norm(norms["mixer_post"], mixed))
-        normed = ops.norm(norms["ffn"], ops.call(_copy, stream))
+        stream = ops.call(columns, x, 0, self.hidden)
+        mixed = ops.total(layer.mixer.emit(ops, held.mixer, ops.norm(norms["mixer"], ops.call(copied, stream))))
+        stream = ops.call(added, stream, ops.norm(norms["mixer_post"], mixed))
+        normed = ops.norm(norms["ffn"], ops.call(copied, stream))
         if isinstance(layer.ffn, DenseBesideExperts):
             computed = layer.ffn.results(ops, held.ffn, normed, stream)
         else:
             computed = ops.total(layer.ffn.emit(ops, held.ffn, normed))
-        stream = ops.call(_sum, stream, ops.norm(norms["ffn_post"], computed))
+        stream = ops.call(added, stream, ops.norm(norms["ffn_post"], computed))
         if not self.input_size:
             return ops.call(_scaled, stream, own["scale"])
-        given = ops.call(_columns, x, self.hidden, self.hidden + self.input_size)
+        given = ops.call(columns, x, self.hidden, self.hidden + self.input_size)
         gated = ops.call(_product, ops.linear(own["gate"], stream), given)
-        added = ops.norm(own["input_norm"], ops.linear(own["input"], gated))
-        result = ops.call(_scaled, ops.call(_sum, stream, added), own["scale"])
-        return ops.call(_beside, result, ops.call(_columns, x, self.hidden + self.input_size, None))
+        of_input = ops.norm(own["input_norm"], ops.linear(own["input"], gated))
+        result = ops.call(_scaled, ops.call(added, stream, of_input), own["scale"])
+        return ops.call(beside, result, ops.call(columns, x, self.hidden + self.input_size, None))
 
     def values_per_token(self) -> int:
         """The stream before and after a layer with its per-layer inputs, and the rows that its norms copy."""
@@ -131,12 +132,12 @@ class DenseBesideExperts(Experts):
         """normed: the stream after the norm of the dense FFN -> the sum over the ranks, [num_tokens, hidden]"""
         plain = {key: held[f"dense_{key}"] for key in ("up", "down")}
         dense = ops.norm(held["dense_post_norm"], ops.total(self.dense.emit(ops, plain, normed)))
-        scored = ops.norm(held["router_norm"], ops.call(_copy, stream))
+        scored = ops.norm(held["router_norm"], ops.call(copied, stream))
         scored = ops.call(_scaled, scored, held["router_scale"] * stream.shape[-1] ** -0.5)
-        read = ops.norm(held["norm"], ops.call(_copy, stream))
+        read = ops.norm(held["norm"], ops.call(copied, stream))
         logits = ops.linear(held["router"], scored)
         routed = ops.total([ops.experts(held["experts"], read, logits, self.routing)])
-        return ops.call(_sum, dense, ops.norm(held["post_norm"], routed))
+        return ops.call(added, dense, ops.norm(held["post_norm"], routed))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Self:
         return replace(super().for_ranks(tp_size, inner_block), dense=self.dense.for_ranks(tp_size, inner_block))
@@ -177,28 +178,9 @@ def declared_input(spec: ArchSpec, input_size: int, activation: Activation) -> d
     }
 
 
-def _columns(x: Value, first: int, last: int | None) -> Value:
-    return x[:, first:last].contiguous()
-
-
-def _copy(x: Value) -> Value:
-    """A copy, since norms may overwrite their input."""
-    return x.clone()
-
-
-def _sum(x: Value, y: Value) -> Value:
-    return x + y
-
-
 def _product(x: Value, y: Value) -> Value:
     return x * y
 
 
 def _scaled(x: Value, scale: Value) -> Value:
     return (x * scale).to(x.dtype)
-
-
-def _beside(x: Value, y: Value) -> Value:
-    from torch import cat  # blocks are also imported where torch is not installed
-
-    return cat([x, y], dim=-1)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from headrace.executor.models.arch import ArchSpec, Kept
 from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Norm, StateMixer, Vector, Weight
+from headrace.executor.models.blocks.tensor_ops import copied
 from headrace.ipc.failure import ModelError
 
 NO_PROGRAM = "the program has no op for RWKV-7's recurrence."
@@ -129,7 +130,7 @@ class TimeMix(StateMixer):
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        x = ops.norm(held["norm"], ops.call(_copy, x))
+        x = ops.norm(held["norm"], ops.call(copied, x))
         before = ops.mix(held["shift"], x)
         parts = {key: ops.call(_between, x, before, held[f"mix_{key}"]) for key in self.PARTS}
 
@@ -193,7 +194,7 @@ class ChannelMix(StateMixer):
         }
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        x = ops.norm(held["norm"], ops.call(_copy, x))
+        x = ops.norm(held["norm"], ops.call(copied, x))
         mixed = ops.call(_between, x, ops.mix(held["shift"], x), held["mix"])
         return [ops.product(held["down"], ops.linear(held["up"], mixed))]
 
@@ -210,10 +211,6 @@ class ChannelMix(StateMixer):
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         return NO_PROGRAM
-
-
-def _copy(x: Any) -> Any:
-    return x.clone()
 
 
 def _between(x: Any, before: Any, share: Any) -> Any:

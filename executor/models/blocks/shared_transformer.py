@@ -25,6 +25,7 @@ from headrace.executor.models.blocks import (
 )
 from headrace.executor.models.blocks.dense import Activation
 from headrace.executor.models.blocks.parallel import AttentionAndState
+from headrace.executor.models.blocks.tensor_ops import beside
 
 AT = "shared_transformer"
 
@@ -204,7 +205,7 @@ class BesideEmbedding(Stream):
         return {}
 
     def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
-        return ops.call(_beside, embedded, embedded)
+        return ops.call(beside, embedded, embedded)
 
     def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
         read = x
@@ -230,9 +231,3 @@ def _first(x: Value) -> Value:
 def _added(x: Value, y: Value) -> Value:
     x[:, : y.shape[-1]] += y
     return x
-
-
-def _beside(*parts: Value) -> Value:
-    from torch import cat  # blocks are also imported where torch is not installed
-
-    return cat(parts, dim=-1)
