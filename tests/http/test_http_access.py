@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from headrace.core.options.option import Secret
 from headrace.frontend.http.process.keys import read_admin_keys
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.http.server.access import Access, KnownHosts, is_local
+from headrace.frontend.http.server.errors import ApiError
 from headrace.ipc.failure import OptionError
 
 COMPLETIONS = "/v1/completions"
@@ -100,6 +102,17 @@ def test_every_route_asks_for_the_key_of_its_kind(guarded: ServerHere) -> None:
         assert client.post("/pause", headers=ADMIN).json() == {"status": "paused"}
         assert client.post("/resume", headers=ADMIN).json() == {"status": "resumed"}
         assert client.post(COMPLETIONS, json=ASKED, headers=ADMIN).status_code == 200
+
+
+def test_a_refused_key_is_told_in_the_form_of_the_route_that_would_have_answered(guarded: ServerHere) -> None:
+    """Of routes with one path, a header tells which: clients read errors in their own API's form alone."""
+    with guarded.client() as client:
+        for route in ALL_ROUTES:
+            if route.access in (Access.CLIENT, Access.ADMIN):
+                asked = {} if route.header is None else {route.header.decode(): "1"}
+                refused = client.request(route.method, path_of(route.path), headers=asked)
+                wanted = json.loads(route.error_body(ApiError(401, "", code="")))
+                assert refused.json().keys() == wanted.keys(), (route.path, asked)
 
 
 def test_without_an_admin_key_no_client_changes_the_server(clients_only: ServerHere) -> None:

@@ -127,7 +127,7 @@ class App:
         self._state.collector.busy(1)
         try:
             is_public = path in self._public and (scope["method"], path) not in self._guarded
-            self._access.check(exchange, is_public=is_public)
+            self._let_in(scope, exchange, is_public=is_public)
             if (endpoint := self._endpoints.get((scope["method"], path))) is not None:
                 scope["endpoint"] = endpoint
                 await endpoint(scope, receive, send)
@@ -163,6 +163,15 @@ class App:
             self._state.publish_counts()
             if line is not None:
                 self._log(line, scope, exchange, outcome, time.monotonic() - began_s)
+
+    def _let_in(self, scope: Scope, exchange: Exchange, *, is_public: bool) -> None:
+        """Raises ApiError (401, 403), to be encoded as the route that would answer encodes its errors."""
+        try:
+            self._access.check(exchange, is_public=is_public)
+        except ApiError:
+            if isinstance(endpoint := self._matching(scope), _Endpoint):
+                endpoint.chosen(exchange)
+            raise
 
     def _log(self, line: RequestLine, scope: Scope, exchange: Exchange, outcome: str, duration_s: float) -> None:
         try:
@@ -236,13 +245,18 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
+        spec = self.chosen(exchange)
+        if spec.access is Access.ADMIN:
+            self._state.access.check_admin(exchange)
+        await spec.handler(self._state, exchange)
+
+    def chosen(self, exchange: Exchange) -> RouteSpec:
+        """The route that answers a request with these headers. Sets how its errors are encoded."""
         spec = self._spec
         for each in self._variants:
             if each.header in exchange.headers:
                 spec, exchange.error_body = each, each.error_body
-        if spec.access is Access.ADMIN:
-            self._state.access.check_admin(exchange)
-        await spec.handler(self._state, exchange)
+        return spec
 
 
 class _Missing:
