@@ -82,14 +82,14 @@ def test_a_rotation_without_its_base_or_with_null_has_transformers_base(kind: st
     whole = config_of(kind)
     if whole is None or not isinstance((whole.get("rope_parameters") or {}).get("rope_theta"), float):
         pytest.skip("the class has no rotation, or one of each kind of layers")
-    if kind == "ministral3":
-        pytest.skip("its family refuses what is not YaRN, or knows the base of its models")
     rest = {key: value for key, value in whole.items() if key not in ("rope_parameters", "rope_theta")}
     for name, value in (
         ("rope_parameters", {"rope_type": "default"}),
         ("rope_parameters", {"rope_type": "linear", "factor": 4.0}),
         ("rope_parameters", None),
+        ("rope_parameters", {}),
         ("rope_scaling", None),
+        ("rope_scaling", {}),
         ("rope_theta", None),
     ):
         expect_defaults_of_transformers(kind, {**rest, name: value}, f"{name}: {value}")

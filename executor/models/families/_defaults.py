@@ -95,13 +95,19 @@ def scales_by_default(architecture: str) -> bool:
     return architecture.removesuffix("ForCausalLM") in _ROPES
 
 
+def says_rope(config: Mapping[str, Any]) -> bool:
+    """Whether the config says how its positions rotate. An empty `rope_parameters` says that nothing is scaled, as in
+    transformers; an empty `rope_scaling` says nothing."""
+    return bool(config.get("rope_scaling")) or config.get("rope_parameters") is not None
+
+
 def defaults_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that the config lacks. null is a value, which says that there is none; but there is no model without a
     rotation's base, and a scaling that is left out is null in files of other classes."""
     own = architecture.removesuffix("ForCausalLM")
     sections = [config[name] for name in _SECTIONS if isinstance(config.get(name), Mapping) and config[name]]
     found: dict[str, Any] = {}
-    if not sections and own in _ROPES:
+    if not says_rope(config) and own in _ROPES:
         found["rope_parameters"] = dict(_ROPES[own])
         sections = [_ROPES[own]]
     has_theta = any(section.get(name) is not None for name in _THETA for section in (config, *sections))

@@ -14,6 +14,7 @@ from headrace.executor.models.families._config import (
     rope,
     rope_section,
 )
+from headrace.executor.models.families._defaults import says_rope
 
 ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -30,7 +31,7 @@ THETA, CONTEXT = 10_000.0, 262_144
 
 
 def build(config: Config) -> ArchSpec:
-    if not rope_section(config):
+    if not says_rope(config):
         config = config | {"rope_parameters": ROPE}
     head_dim = head_dim_of(config, None if "head_dim" in config else 128)
     layer = Positions(rope(config, head_dim, THETA), optional_integer(config, "sliding_window"))

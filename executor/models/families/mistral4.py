@@ -7,7 +7,8 @@ from typing import Any
 from headrace.executor.models.arch import STACKED, ArchSpec
 from headrace.executor.models.blocks.latent import LatentAttention
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import corrected_routing, rope_section
+from headrace.executor.models.families._config import corrected_routing
+from headrace.executor.models.families._defaults import says_rope
 from headrace.executor.models.families._latent import deepseek
 from headrace.executor.models.families.ministral3 import query_growth
 
@@ -25,7 +26,7 @@ ROPE: dict[str, Any] = {
 
 def build(config: Config) -> ArchSpec:
     config = {"n_shared_experts": 1} | config
-    if not rope_section(config):
+    if not says_rope(config):
         config = config | {"rope_parameters": ROPE}
     spec = deepseek(config, replace(corrected_routing(config), scoring="softmax"), correction=False)
     growth, layers = query_growth(config), []
