@@ -39,7 +39,8 @@ _REASONS: Mapping[str, str] = {
         pooler_size_per_head pooler_type task_id""",
     "layout of training over devices": "ep_size model_parallel pretraining_tp tensor_parallel",
     "what the file is, and which program wrote it": """
-        _commit_hash _diffusers_version _name_or_path architectures auto_map custom_pipelines dtype finetuning_task
+        _commit_hash _diffusers_version _model_name_or_path _name_or_path architectures auto_map custom_pipelines dtype
+        finetuning_task
         id2label is_llama_config label2id model_type name_or_path num_labels problem_type quantization_config_source
         task task_specific_params tokenizer_class tokenizer_name torch_dtype transformers_version transformers.js_config
         unsloth_fixed unsloth_version""",
