@@ -80,6 +80,25 @@ OF_SERVERS = (
     *("adaptive_target", "bypass_eos", "add_bos_token", "auto_max_new_tokens", "context_overflow_policy", "memory"),
     *("max_length", "min_length", "sampler_seed", "tokens_to_generate", "use_default_badwordsids"),
     *("cfg_scale", "ban_eos_token", "character", "instruction_template", "instruction_template_str", "text_format"),
+    # of TabbyAPI and KoboldCpp
+    *(
+        "regex_pattern",
+        "stop_sequence",
+        "allowed_tokens",
+        "dry_range",
+        "token_healing",
+        "generate_window",
+        "singleline",
+    ),
+    *("repetition_range", "speculative_ngram", "temp_exponent", "render_special", "grammar_retain_state", "genkey"),
+    # of text-generation-webui, transformers and TensorRT-LLM
+    *("stopping_strings", "stop_strings", "chat_template_str", "continue_", "user_bio", "greeting", "eos_token_id"),
+    *("max_time", "exponential_decay_length_penalty", "sequence_bias", "diversity_penalty", "stop_words", "top_p_min"),
+    *("top_p_decay", "guided_decoding_params", "disaggregated_params", "return_context_logits", "token_ban_ranges"),
+    # of SGLang, llama.cpp and hosted APIs
+    *("session_params", "multimodal_data", "system_prompt", "preamble", "chat_history", "schema", "responseJsonSchema"),
+    *("prompt_truncate_len", "context_length_exceeded_behavior", "data_sources", "search_domain_filter"),
+    *("translation_options", "responseFormat", "toolChoice", "logitBias", "maxCompletionTokens", "chatTemplate"),
 )
 """Fields of other servers' APIs and of vLLM's, as their documentation has them."""
 
@@ -117,6 +136,10 @@ def asks_for_nothing(other: Any, value: Any) -> bool:
     )
 
 
+def in_snake_case(name: str) -> str:
+    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name)
+
+
 def decoded(decoder: RequestDecoder, body: dict[str, Any], kind: Any) -> tuple[Any, str]:
     """The request, or None and the error's message."""
     try:
@@ -152,14 +175,15 @@ def test_a_field_that_a_route_lacks_is_taken_as_one_of_its_own_or_refused_by_nam
     assert len(missing) > 200
     for name in missing:
         refused = changed = 0
+        other = OTHERS[kind].get(name, OTHERS[kind].get(in_snake_case(name)))
         for value in CANDIDATES:
-            if asks_for_nothing(OTHERS[kind].get(name), value):
+            if asks_for_nothing(other, value):
                 continue
             taken, error = decoded(decoder, {**body, name: value}, kind)
             assert name in error or taken is not None, (name, value, error)
             assert taken != plain or (name, value) in AS_IT_IS, (name, value, "is taken, and does nothing")
             refused, changed = refused + bool(error), changed + (not error)
-        assert refused + changed or asks_for_nothing(OTHERS[kind].get(name), 3), name
+        assert refused + changed or asks_for_nothing(other, 3), name
 
 
 EXAMPLES: dict[str, list[Any]] = {
@@ -370,6 +394,11 @@ def test_a_cache_salt_separates_the_prefix_cache_on_every_route(server, path):
         ({"session_id": "s"}, {"prompt_cache_key": "s"}),
         ({"extra_key": "s"}, {"cache_salt": "s"}),
         ({"stopSequences": ["x"]}, {"stop": ["x"]}),
+        ({"stop_sequence": ["x"]}, {"stop": ["x"]}),
+        ({"regex_pattern": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        ({"responseJsonSchema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+        ({"schema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+        ({"allowed_tokens": [5]}, {"allowed_token_ids": [5]}),
         ({"mirostat_target": 3, "mirostat_lr": 0.2}, {"mirostat_tau": 3.0, "mirostat_eta": 0.2}),
         ({"dry_penalty_range": 9, "nsigma": 1.5}, {"dry_penalty_last_n": 9, "top_n_sigma": 1.5}),
         ({"dry_sequence_breakers": '["\\n", ":", "\\""]'}, {"dry_sequence_breakers": ["\n", ":", '"']}),
@@ -383,9 +412,10 @@ def test_a_field_of_another_server_is_taken_as_the_one_that_means_the_same(extra
     assert {name: getattr(request, name) for name in expected} == expected
 
 
-def test_instructions_beside_the_messages_of_a_chat_come_first():
+@pytest.mark.parametrize("name", ["system", "system_prompt", "preamble"])
+def test_instructions_beside_the_messages_of_a_chat_come_first(name):
     decoder = RequestDecoder(strict=True, others=OTHERS)
-    request = decoder.decode(json.dumps({"messages": HI, "system": "Be brief."}).encode(), ChatCompletionRequest)
+    request = decoder.decode(json.dumps({"messages": HI, name: "Be brief."}).encode(), ChatCompletionRequest)
     assert [(each.role, each.content) for each in request.messages] == [
         ("system", "Be brief."),
         ("user", HI[0]["content"]),
@@ -528,7 +558,7 @@ def test_a_grammar_of_text_generation_webui_is_followed(server):
         ({"prefix": True}, True), ({"prefix": False}, False), ({"partial": True}, True), ({"content": None}, False),
         ({"parts": [{"type": "text", "text": "hello"}]}, False), ({"text": "hello"}, False),
         ({"content": None, "text": "hello"}, True), ({"content": None, "parts": [{"text": "hello"}]}, True),
-        ({"createdAt": "now", "weight": 1}, False),
+        ({"createdAt": "now", "weight": 1}, False), ({"tools": [TOOL]}, True), ({"tools": []}, False),
     ],
 )  # fmt: skip
 def test_a_field_of_a_message_that_would_choose_what_is_read_is_refused_by_name(server, field, is_refused):

@@ -45,7 +45,7 @@ class RequestDecoder:
     completions' and chats' fields) and `check_fields` (checks the body's fields before they are converted).
 
     Fields that no answer depends on are accepted with any value. So are unknown fields, unless the name looks like a
-    misspelt known one. `strict` refuses both.
+    misspelt known one or is one in camel case. `strict` refuses both.
     """
 
     def __init__(self, *, strict: bool, others: Others = NOTHING) -> None:
@@ -71,7 +71,7 @@ class RequestDecoder:
             if name in fields:
                 fields[name] = list_in_text(fields[name])
         if unknown := set(fields).difference(kind.__struct_fields__):
-            self._drop_unknown(fields, unknown, kind.__struct_fields__)
+            self._drop_unknown(fields, unknown, kind)
         for name, known_inside in getattr(kind, "inner_fields", {}).items():
             for inner in fields[name] if isinstance(fields.get(name), dict) else ():
                 if inner not in known_inside and fields[name][inner] is not None:
@@ -85,11 +85,16 @@ class RequestDecoder:
         with renamed(taken_as):
             return self._convert(fields, kind)
 
-    def _drop_unknown(self, fields: dict[str, Any], unknown: set[str], known: tuple[str, ...]) -> None:
+    def _drop_unknown(self, fields: dict[str, Any], unknown: set[str], kind: type[msgspec.Struct]) -> None:
+        known = kind.__struct_fields__
         for name in [name for name in fields if name in unknown]:
             # Finding the closest known name is too slow to do for many fields.
             if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
                 raise _unknown(name, known)
+            # As programs in JavaScript write it.
+            written = _in_snake_case(name)
+            if written in known or not _is_without_effect(fields[name], self._others.get(kind, NOTHING).get(written)):
+                raise _unknown(name, (written,))
             del fields[name]
             self._note_ignored(name)
 
@@ -246,6 +251,19 @@ def _each_message(messages: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]
 def _is_nothing(value: Any, other: Neutral) -> bool:
     """Whether a field that is accepted at values without effect has one of them."""
     return value is None or any(each is ANY or _same(value, each) for each in other.values)
+
+
+def _is_without_effect(value: Any, other: Neutral | SameAs | None) -> bool:
+    """Whether no answer depends on a field at this value. other: what the field means, if it is known."""
+    return (
+        other is None
+        or value is None
+        or (isinstance(other, Neutral) and (other.is_harmless or _is_nothing(value, other)))
+    )
+
+
+def _in_snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])[A-Z]", lambda capital: f"_{capital[0].lower()}", name[:_LONGEST_NAME])
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -5,8 +5,8 @@ something is done in detail that this server does in its own way (the order of s
 accepted with a line in the log. One that would choose or constrain the answer, or switch on a sampler that is not here,
 is refused by name, except at the value that asks for nothing (`Neutral`).
 
-The names come from llama.cpp, TGI, SGLang, Ollama, LM Studio, text-generation-webui, TabbyAPI, KoboldCpp, OpenRouter,
-LiteLLM, Anthropic, Gemini, Mistral, DeepSeek and DashScope.
+The names come from llama.cpp, TGI, SGLang, TensorRT-LLM, Ollama, LM Studio, text-generation-webui, TabbyAPI, KoboldCpp,
+transformers, OpenRouter, LiteLLM, Anthropic, Gemini, Mistral, DeepSeek, DashScope, Cohere, Fireworks and Azure.
 """
 
 from __future__ import annotations
@@ -212,17 +212,24 @@ _SAME: Mapping[str, str] = types.MappingProxyType(
     {
         **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), "max_tokens"),
         "min_new_tokens": "min_tokens",
-        **dict.fromkeys(("stop_sequences", "stopSequences"), "stop"),
+        **dict.fromkeys(("stop_sequences", "stopSequences", "stop_sequence"), "stop"),
+        **dict.fromkeys(("stopping_strings", "stop_strings", "stop_words"), "stop"),
+        "allowed_tokens": "allowed_token_ids",
         **dict.fromkeys(("repeat_penalty", "rep_pen", "repetitionPenalty"), "repetition_penalty"),
         **{"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"},
         **{"topP": "top_p", "topK": "top_k", "minP": "min_p"},
         **dict.fromkeys(("typ_p", "typical"), "typical_p"),
         **{"mirostat_mode": "mirostat", "mirostat_target": "mirostat_tau", "mirostat_lr": "mirostat_eta"},
-        **{"dry_penalty_range": "dry_penalty_last_n", "nsigma": "top_n_sigma", "top_nsigma": "top_n_sigma"},
+        **{
+            "dry_penalty_range": "dry_penalty_last_n",
+            "dry_range": "dry_penalty_last_n",
+            "nsigma": "top_n_sigma",
+            "top_nsigma": "top_n_sigma",
+        },
         **dict.fromkeys(("random_seed", "sampling_seed", "sampler_seed"), "seed"),
         **dict.fromkeys(("n_cmpl", "candidateCount", "num_return_sequences"), "n"),
         **dict.fromkeys(("thinking_budget_tokens", "reasoning_budget", "thinkingBudget"), "thinking_budget"),
-        "truncate": "truncate_prompt_tokens",
+        **dict.fromkeys(("truncate", "prompt_truncate_len"), "truncate_prompt_tokens"),
         "return_full_text": "echo",
         "return_tokens": "return_token_ids",
         "no_stop_trim": "include_stop_str_in_output",
@@ -267,6 +274,8 @@ _TUNING: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
         **{"dynatemp_low": (1,), "dynatemp_high": (1,), "smoothing_curve": (1,), "max_tokens_second": (0,)},
         **{"prompt_lookup_num_tokens": (0,), "static_cache": (False,), "rep_pen_range": (), "rep_pen_slope": ()},
         **{"sampler_order": (), "max_context_length": (), "trim_stop": (), "draft_model": ("",), "ttl": ()},
+        **{"repetition_range": (-1,), "generate_window": (), "speculative_ngram": (False,), "temp_exponent": (1,)},
+        **{"render_special": (False,), "grammar_retain_state": (False,), "genkey": (), "max_time": ()},
         # of Mistral, DashScope and Gemini
         **{"prompt_mode": (), "incremental_output": (), "result_format": ("message",), "safety_settings": ()},
         **{"safetySettings": (), "labels": ()},
@@ -304,6 +313,8 @@ _SAMPLERS: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
         **{"smoothing_factor": (0,), "penalty_alpha": (0,), "encoder_repetition_penalty": (1,)},
         **{"dynamic_temperature": (False,), "dynatemp_range": (0,), "dynatemp_min": (0,), "dynatemp_max": (0,)},
         **{"min_temp": (0, 1), "max_temp": (0, 1), "adaptive_target": (-1, -0.01)},
+        **{"top_p_min": (), "top_p_decay": (1,), "top_p_reset_ids": (-1,), "diversity_penalty": (0,)},
+        **{"beam_search_diversity_rate": (0,), "exponential_decay_length_penalty": ()},
     }
 )
 """Samplers that this server lacks, and the values at which they are off."""
@@ -317,10 +328,13 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
             ("audio_data", "video", "video_data", "videos", "multi_modal_data", "mm_data"), (_TEXT, ([], {}))
         ),
         **dict.fromkeys(("files", "file_ids", "attachments", "input_embeds", "input_embeddings"), (_TEXT, ([],))),
+        "multimodal_data": (_TEXT, ([], {})),
         **dict.fromkeys(("plugins", "web_search", "search_options", "search_parameters"), (_HOSTED, ([], {}, False))),
+        **dict.fromkeys(("data_sources", "search_domain_filter", "search_settings"), (_HOSTED, ([], {}))),
         **dict.fromkeys(("enable_search", "tool_resources", "guardrails"), (_HOSTED, ([], {}, False))),
         **dict.fromkeys(
-            ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"), (_NOT_SPLIT, ())
+            ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "disaggregated_params"),
+            (_NOT_SPLIT, ()),
         ),
         **dict.fromkeys(("suffix", "input_prefix", "input_suffix"), ("filling in the middle is not supported", ("",))),
         "input_extra": ("filling in the middle is not supported", ([],)),
@@ -360,14 +374,32 @@ _CHOOSING: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
             "a prompt that is too long is an error; use truncate_prompt_tokens",
             ("stopAtLimit",),
         ),
+        "context_length_exceeded_behavior": (
+            "a prompt that is too long is an error; use truncate_prompt_tokens",
+            ("error",),
+        ),
         "max_length": ("servers count the prompt's tokens or not; use max_tokens", ()),
         "min_length": ("servers count the prompt's tokens or not; use min_tokens", (0,)),
         "memory": ("give the text as a part of the prompt", ("",)),
         "character": ("give a message of the role system", ("",)),
-        **dict.fromkeys(("instruction_template", "instruction_template_str"), ("use chat_template", ("",))),
+        **dict.fromkeys(("user_bio", "greeting"), ("give a message of the role system", ("",))),
+        "chat_history": ("give it as messages", ([],)),
+        "translation_options": ("give a message that says what to translate", ({},)),
+        **dict.fromkeys(
+            ("instruction_template", "instruction_template_str", "chat_template_str"), ("use chat_template", ("",))
+        ),
+        "continue_": ("a message is continued with continue_final_message", (False,)),
+        "session_params": ("no session is kept; send all of the conversation", ({},)),
         "text_format": ("an argument of OpenAI's Python client; it sends the schema in text.format", ()),
         "num_beams": ("use use_beam_search with n", (1,)),
         "no_repeat_ngram_size": ("use repetition_penalty or repetition_detection", (0,)),
+        "singleline": ("use stop", (False,)),
+        "eos_token_id": ("use stop_token_ids", ()),
+        "token_ban_ranges": ("use logit_bias", ([],)),
+        "sequence_bias": ("use logit_bias", ([], {})),
+        "token_healing": ("the prompt's tokens stay as they are", (False,)),
+        "guided_decoding_params": ("use structured_outputs", ({},)),
+        "return_context_logits": ("log-probabilities of the prompt are asked for with prompt_logprobs", (False,)),
         "stop_regex": ("outputs end at texts: use stop", ([], "")),
         "logits_processor": ("code in requests is not supported", ()),
         "custom_logit_processor": ("code in requests is not supported", ("",)),
@@ -394,15 +426,16 @@ FOREIGN: Mapping[str, Neutral | SameAs] = types.MappingProxyType(
     {
         **{name: SameAs("max_tokens", _at_most(name)) for name in _LIMITS},
         **{name: SameAs(ours) for name, ours in _SAME.items()},
-        "json_schema": SameAs("structured_outputs", _schema),
-        "responseSchema": SameAs("structured_outputs", _schema),
-        "response_schema": SameAs("structured_outputs", _schema),
+        **dict.fromkeys(
+            ("json_schema", "responseSchema", "response_schema", "responseJsonSchema", "schema"),
+            SameAs("structured_outputs", _schema),
+        ),
         "responseMimeType": SameAs("structured_outputs", _mime_type),
         "format": SameAs("structured_outputs", _format),
         "grammar": SameAs("structured_outputs", _grammar),
         "grammar_string": SameAs("structured_outputs", _grammar_text),
         "ebnf": SameAs("structured_outputs", _structured("grammar")),
-        "regex": SameAs("structured_outputs", _structured("regex")),
+        **dict.fromkeys(("regex", "regex_pattern"), SameAs("structured_outputs", _structured("regex"))),
         "do_sample": SameAs("temperature", _greedy),
         "cache_prompt": SameAs("skip_reading_prefix_cache", _cached),
         "n_probs": SameAs("logprobs", _top_tokens("n_probs")),
@@ -410,8 +443,7 @@ FOREIGN: Mapping[str, Neutral | SameAs] = types.MappingProxyType(
         "thinking": SameAs("enable_thinking", _thinking),
         "reasoning": SameAs("reasoning_effort", _reasoning),
         "think": SameAs("enable_thinking", _think),
-        "system": SameAs("messages", _system("system")),
-        "instructions": SameAs("messages", _system("instructions")),
+        **{name: SameAs("messages", _system(name)) for name in ("system", "system_prompt", "preamble", "instructions")},
         "usage": SameAs("stream_options", _usage),
         **{name: Neutral(_OWN_WAY, values, is_harmless=True, is_noted=True) for name, values in _TUNING.items()},
         **dict.fromkeys(_ROUTING, Neutral(_ROUTED, is_harmless=True, is_noted=True)),
@@ -427,6 +459,7 @@ OF_MESSAGES: Mapping[str, Neutral] = types.MappingProxyType(
         **dict.fromkeys(("attachments", "experimental_attachments", "files", "file_ids"), Neutral(_TEXT, ("", []))),
         **dict.fromkeys(("prefix", "partial"), Neutral("a message is continued with continue_final_message", (False,))),
         **dict.fromkeys(CONTENTS, Neutral("what a message says is its content", ("", []))),
+        "tools": Neutral("tools are a field of the request", ([],)),
     }
 )
 """Fields of messages that would choose what the model reads, or how it goes on."""
