@@ -94,12 +94,16 @@ WHILE_LOADING = {
     "/api/show": {"model": "null"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5]},
+    "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "/sql"},
+    "/v1/unload_lora_adapter": {"lora_name": "sql"},
+    "/lora-adapters": [{"id": 0, "scale": 1.0}],
 }
 
 
 @pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_a_server_that_loads_says_so_and_is_not_ready(processes):
-    server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
+    options = ("--port", "0", "--api-server-count", processes, "--allow-runtime-lora-updating")
+    server = Server(*options, null_model={"load_delay_s": 60})
     try:
         server.wait_log("load weights|allocate|read config")
         wait_until(lambda: len(set(listening_ports(server))) == 1, 30, "listening")
@@ -112,7 +116,7 @@ def test_a_server_that_loads_says_so_and_is_not_ready(processes):
             body = client.post(COMPLETIONS, json={"prompt": [5]})
             assert body.status_code == 503
             assert body.json()["error"]["code"] == "loading"
-            for path in ("/v1/models", "/v1/models/null", "/api/tags", "/api/ps"):
+            for path in ("/v1/models", "/v1/models/null", "/api/tags", "/api/ps", "/lora-adapters"):
                 asked = client.get(path)
                 assert (asked.status_code, "still loading the model" in asked.text) == (503, True), path
             for path, content in WHILE_LOADING.items():

@@ -19,6 +19,7 @@ from headrace.frontend.http.apis.development.routes import is_development
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.adapters import AdapterScale, scales_of
 from headrace.frontend.http.server.api import Api
+from headrace.frontend.http.server.engines import why_unavailable
 from headrace.frontend.http.server.errors import ApiError, bad_field, without_own_names
 from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.route_spec import UNAVAILABLE, get, post, route
@@ -163,7 +164,14 @@ def _check_length(field: str, text: str) -> None:
         raise _invalid(f"'{field}' has {len(text)} characters, and at most {MOST_NAME} are taken.")
 
 
+def _check_known(state: ServerState) -> None:
+    """Raises ApiError while no engine can say which adapters there are."""
+    if not any(engine.usable for engine in state.pool.engines):
+        raise why_unavailable(state.pool)
+
+
 def _check_enabled(state: ServerState) -> None:
+    _check_known(state)
     if not state.pool.adapters.enabled():
         raise _invalid("LoRA is not enabled: start the server with --enable-lora.")
 
@@ -195,12 +203,14 @@ def _not_loaded(command: LoadAdapter, error: HeadraceError) -> ApiError:
 
 
 async def list_adapters(state: ServerState, exchange: Exchange) -> None:
+    _check_known(state)
     await exchange.answer(msgspec.json.encode(_listed(state)))
 
 
 async def set_scales(state: ServerState, exchange: Exchange) -> None:
     """Sets with which scales adapters apply to requests without the field `lora`; those not named do not apply."""
     _check_allowed(state, exchange)
+    _check_known(state)
     asked = await exchange.prepare(_scales_in)
     adapters = state.pool.adapters
     await adapters.scale(scales_of(adapters, asked, "body"))

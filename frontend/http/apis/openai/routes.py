@@ -298,6 +298,7 @@ _TEXT_ONLY = f"models read and write text only; {_TEXT}"
 _WHOLE_TEXT = {"skip_special_tokens": Neutral("the text has special tokens too", (False,))}
 _NOTHING_STORED = "this server stores files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize returns the tokens of a prompt, or of a conversation as the chat template renders it"
+_DESCRIBED = "GET /v1/models describes the models, and GET /metrics what runs"
 _GEMINI = f"Gemini's API is not served; {_TEXT}"
 _NOT_SERVED = types.MappingProxyType(
     {
@@ -307,9 +308,14 @@ _NOT_SERVED = types.MappingProxyType(
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
         **dict.fromkeys(("/v1beta", "/v1alpha", "/v1beta1"), _GEMINI),
+        **dict.fromkeys(("/completion", "/v1/engines", "/v1/complete"), _TEXT),
+        "/infill": "filling in the middle is not supported",
+        "/apply-template": _RENDER,
+        "/flush_cache": "POST /reset_prefix_cache does that, with --server-dev-mode",
+        **dict.fromkeys(("/props", "/slots", "/get_model_info", "/v1/internal/model/info"), _DESCRIBED),
     }
 )
-"""Paths of OpenAI's and vLLM's APIs, of TGI's and Gemini's."""
+"""Paths of OpenAI's and vLLM's APIs, and of those of TGI, Gemini, llama.cpp, SGLang and text-generation-webui."""
 
 API = Api(
     routes=ROUTES,
