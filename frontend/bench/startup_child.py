@@ -21,16 +21,20 @@ def main() -> None:
 
     from headrace.frontend.api.llm import LLM
     from headrace.frontend.request.parameters.sampling_params import SamplingParams
+    from headrace.ipc.failure import HeadraceError
 
     done("import headrace")
     given: dict[str, Any] = {}
     for name, value in options.items():
         given[name] = tuple(value) if isinstance(value, list) else value
-    with LLM(given.pop("model") or None, **given) as llm:
-        done("start the engine")
-        llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)
-        done("first token")
-        engine = llm.engine.startup_s
+    try:
+        with LLM(given.pop("model") or None, **given) as llm:
+            done("start the engine")
+            llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)
+            done("first token")
+            engine = llm.engine.startup_s
+    except HeadraceError as error:
+        sys.exit(str(error))
     print(json.dumps({"python_s": began_s, "phases": phases, "engine": engine}))
 
 

@@ -113,11 +113,11 @@ def is_insecure() -> bool:
 
 
 def use_keys(path: str | None, insecure: bool) -> None:
-    """Applies a command line's options to this process and the children that it starts. Raises KeyFileError for a named
-    file that is none."""
-    if path is not None:
-        read_keys(Path(path))
-        os.environ[VARIABLE] = os.path.abspath(path)
+    """Applies a command line's options to this process and the children that it starts. Raises KeyFileError if the file
+    that is named, by the option or else by HEADRACE_KEYS, is none."""
+    if (named := key_file() if path is None else Path(path)) is not None:
+        read_keys(named)
+        os.environ[VARIABLE] = os.path.abspath(named)
     if insecure:
         os.environ[INSECURE_VARIABLE] = "1"
 

@@ -221,16 +221,24 @@ def test_connect_takes_a_key_file(address: str, keys: Path) -> None:
         assert llm.get_default_sampling_params() is not None
 
 
+@pytest.mark.parametrize("by_option", [True, False], ids=["--keys", "HEADRACE_KEYS"])
 @pytest.mark.parametrize("command", [["serve", "null"], ["complete", "x"], ["top", "--once"], ["ps"], ["coordinator"]])
 def test_a_key_file_that_is_not_there_is_told_before_anything_starts(
-    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    by_option: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = tmp_path / "none.keys"
     if command[0] == "complete":
         monkeypatch.setenv("HEADRACE_KEYS", str(missing))
         given = [*command, "--engine", "tcp://127.0.0.1:9"]
-    else:
+    elif by_option:
         given = [*command, "--keys", str(missing)]
+    else:
+        monkeypatch.setenv("HEADRACE_KEYS", str(missing))
+        given = command
     assert main(given) in (1, 2)
     gc.collect()
     told = capfd.readouterr().err
