@@ -4,12 +4,14 @@ meant, and what is around them is not lost."""
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from example_tools import NOW, weather
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from family_answers import MINIMAX, V3, dsml
+from family_answers import MINIMAX, V3, WAYS, Way, dsml
 from read_answers import Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
@@ -388,6 +390,45 @@ def test_markers_that_the_model_forgot_at_its_end_are_missing_only_where_the_ans
             json.loads(said)
 
 
+BROKEN = [
+    lambda text: re.sub(r"days(\W+)7[})\]]*", r"days\g<1>7", text),  # without its braces
+    lambda text: re.sub(r"QQQ(\W+)days\W+7[})\]]*", "QQQ", text),  # cut within a text
+    lambda text: text.replace("QQQ", 'Q"Q'),  # a quote that is not escaped
+    lambda text: re.sub(r"\"QQQ(\W+)days\W+7[})\]]*", "", text),  # cut before a value
+]
+MARKED = [
+    way
+    for way in WAYS
+    if way.format in ("hermes", "longcat", "ernie45", "granite4", "internlm", "inkling", "k2_horizon")
+    and '"days"' in way.write([PLAIN])
+]
+"""Formats that write each call as a JSON object within markers of its own."""
+
+
+@pytest.mark.parametrize("way", MARKED, ids=lambda way: way.format)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_call_loses_none_of_those_behind_it(way: Way, broken: Callable[[str], str]) -> None:
+    answer = way.write([("get_weather", {"city": "QQQ", "days": 7}), PLAIN])
+    assert broken(answer) != answer
+    for pieces in ([broken(answer)], broken(answer)):
+        found = read(way.format, pieces, "", way.special, tools=TOOLS, reasoning=None)
+        (first, _), (name, said) = found.calls
+        assert (first, name, json.loads(said), found.content.strip()) == ("get_weather", *PLAIN, "")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[f"{way.format}-{place}" for place, way in enumerate(WAYS)])
+def test_a_call_without_its_last_brace_is_read_and_so_are_those_behind_it(way: Way) -> None:
+    """The outer one of two, or of an object without quotes its own."""
+    calls = [("get_weather", {"city": "QQQ", "days": 7}), PLAIN]
+    if way.format in ("gigachat3", "minimax_m3") or "7}" not in (answer := way.write(calls)):
+        return
+    short = re.sub(r"7(\}*)\}", r"7\1", answer, count=1)
+    for pieces in ([short], short):
+        found = read(way.format, pieces, "", way.special, tools=TOOLS, reasoning=None)
+        assert [name for name, _ in found.calls] == ["get_weather"] * 2, found
+        assert (json.loads(found.calls[1][1]), found.content.strip()) == (PLAIN[1], "")
+
+
 THINKING = [
     ("hermes", "qwen3", "<think>I need it.\n<tool_call>\n" + CALL + "\n</tool_call>", "I need it."),
     ("qwen3_xml", "", "<think>I need it.\n\n<tool_call>\n" + QWEN_CALL + "\n</tool_call>", "I need it."),
@@ -509,6 +550,7 @@ def test_a_value_of_unknown_type_is_the_text_that_the_model_wrote(name: str, beg
     written = {
         "  two  ": "  two  ", "007": "007", "5": "5", "true": "true", "null": "null", "\tx\n": "\tx\n", "1e3": "1e3",
         '{"a": [1, " "]}': {"a": [1, " "]}, "[1, 2]": [1, 2], "[x] is not": "[x] is not", " {a} ": " {a} ", "": "",
+        "[1": "[1", "{": "{", "[": "[", "if (a) {": "if (a) {",
     }  # fmt: skip
     for text, value in written.items():
         for pieces in ([begin + text + end], begin + text + end):

@@ -15,7 +15,17 @@ from headrace.frontend.text.formats.declaration import CallFormat, known_formats
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parameters import Parameters
-from headrace.frontend.text.formats.pieces import KEY, KEY_BEGUN, LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
+from headrace.frontend.text.formats.pieces import (
+    KEY,
+    KEY_BEGUN,
+    LONGEST_NAME,
+    NO_STOPS,
+    SPACE,
+    PieceReader,
+    Reads,
+    Stops,
+    as_it_is,
+)
 from headrace.frontend.text.formats.values import (
     NoCallError,
     as_id,
@@ -93,6 +103,16 @@ def as_other_families() -> CallFormat:
     return calls
 
 
+def stops_of(calls: CallFormat) -> Stops:
+    """The markers that end arguments in JSON which are broken, so that the calls behind them are read. A string may
+    have an end marker as its text, but no line break before it, and no further call behind it."""
+    begin, end = calls.call
+    outside = tuple(filter(None, (begin, end, *(calls.section or ()))))
+    if begin and end:
+        return Stops(outside, (f"\n{end}", f"{end}{begin}", f"{end}\n{begin}"))
+    return Stops(outside, (f"}}{begin}",) if begin else ())
+
+
 class CallReader(PieceReader):
     """Reads the bodies of calls. `parser.py:OutputParser` finds them, and the markers around them."""
 
@@ -101,6 +121,7 @@ class CallReader(PieceReader):
     ) -> None:
         super().__init__()
         self._calls, self._tools, self._reads_slips = calls, tools, reads_slips
+        self._stops_of_calls = stops_of(calls) if calls is not None and reads_slips else NO_STOPS
         self._is_loose = False
         """The markers of the call that is being read are not the format's."""
         self._space = ""
@@ -247,10 +268,11 @@ class CallReader(PieceReader):
             return
         call, name, held, id = -1, None, "", ""
         num_calls, needs_arguments, is_slip = self.num_calls, calls.is_bare or self._is_loose, False
+        nexts = ("{", "]", calls.separator.strip()[:1] or "{")
         while True:
             yield from self._skip_space()
-            if (yield from self._accept("}")):
-                break
+            if (yield from self._accept("}")) or (call >= 0 and (yield from self._peek(1)) in nexts):
+                break  # without the brace, where another call or the end of the list follows
             try:
                 said, has_quotes = yield from self._key(needs_quotes=not self._reads_slips)
                 is_wrapper = name is None and (yield from self._wrapped_calls(said, depth))
@@ -335,7 +357,8 @@ class CallReader(PieceReader):
             raise NoCallError
         yield from self._json_arguments(name)
         yield from self._skip_space()
-        yield from self._expect("}")
+        if not (yield from self._accept("}")) and (yield from self._peek(1)) not in (",", "]"):
+            raise NoCallError
         return True
 
     def _call_name(self, *, needs_arguments: bool, is_slip: bool) -> Reads:
@@ -366,7 +389,8 @@ class CallReader(PieceReader):
         Returns the call. Raises NoCallError for arguments that are no object."""
         if (yield from self._begins_object()):
             call = self._begin(name, id)
-            yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is)
+            stops = NO_STOPS if self._is_loose else self._stops_of_calls
+            yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is, stops=stops)
             return call
         arguments = object_of((yield from self._json_whole()))
         call = self._begin(name, id)
@@ -401,8 +425,8 @@ class CallReader(PieceReader):
         if (yield from self._peek(1)) != "{":
             self._arguments(call, "{}")
             return
-        stop = calls.call[1] if calls.section is not None else ""
-        yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is, stop=stop)
+        stops = self._stops_of_calls if calls.section is None else Stops(calls.call[1:], calls.call[1:])
+        yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is, stops=stops)
         if is_fenced:
             yield from self._skip_space()
             yield from self._accept("```")
@@ -585,7 +609,10 @@ class CallReader(PieceReader):
         """Takes a parameter's value and the marker after it, and returns the value's text."""
         parts: list[str] = []
         if is_nest:  # a string within may contain the marker
-            yield from self._nest(parts.append)
+            after = calls.parameter[3]
+            yield from self._nest(
+                parts.append, make_markers((f"\n{after}" if calls.values_have_lines else after, after))
+            )
         yield from self._until_end_of_value(calls, others, parts.append)
         return "".join(parts)
 
@@ -698,7 +725,11 @@ class CallReader(PieceReader):
             yield from self._skip_space()
             if (yield from self._accept("}")):
                 break
-            key = (yield from self._short_until(":")).strip()
+            if calls.call[1] and (yield from self._accept(calls.call[1])):  # without the brace
+                self._text = calls.call[1] + self._text
+                break
+            key = (yield from self._short_before(":", calls.call)).strip()
+            self._take(1)
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
             yield from self._escaped_value(call, calls.escape, parameters.types(key))

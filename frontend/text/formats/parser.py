@@ -385,6 +385,8 @@ class OutputParser(CallReader):
             raw = "".join(self._raw or ())
             if self.call < 0 and not raw:  # no reader took what the opener put back: it must not be found again
                 raw = self._take(len(opener))
+            if self.call >= 0:
+                self._text = self._text.lstrip("}")  # of the broken call
             if self.call >= 0 and self._ended and _BEGUN.fullmatch(self._text):
                 self._text = ""
             elif raw.strip() and not (self.call >= 0 and calls.section is not None):

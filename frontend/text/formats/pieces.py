@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.frontend.text.formats.markers import Markers, make_markers
 from headrace.frontend.text.formats.values import (
@@ -65,6 +65,17 @@ _ARGUMENT, _ARGUMENT_BEGUN = re.compile(r"[^\W\d]\w*\s*="), re.compile(r"[^\W\d]
 """The name of an argument of a Python call, and the beginning of it."""
 LONGEST_NAME = 300
 """Most characters that are held back as the name of a call or a parameter."""
+
+
+class Stops(NamedTuple):
+    """Markers by which a JSON value that is broken has ended."""
+
+    outside: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    """Those within strings, which may hold a marker as their text."""
+
+
+NO_STOPS = Stops()
 
 
 def as_it_is(text: str) -> str:
@@ -248,19 +259,19 @@ class PieceReader:
             yield
         return self._take(len(self._text) if end is None else end.start())
 
-    def _json_value(self, give: Callable[[str], None], *, told: Tell | None = None, stop: str = "") -> Reads:
+    def _json_value(self, give: Callable[[str], None], *, told: Tell | None = None, stops: Stops = NO_STOPS) -> Reads:
         """Passes one value to `give` while it arrives, as JSON. What models write by mistake is mended: single quotes,
         keys without quotes, commas that are missing or before a closing bracket, Python's constants, and in strings
         line breaks and backslashes that are not escaped. Everything else is passed as it is. Raises NoCallError if the
         answer ends within it.
 
-        told: as in `_until`, within strings. stop: a marker that no value contains; NoCallError if it comes within this
-        one, which is passed up to there."""
+        told: as in `_until`, within strings. stops: NoCallError if one comes within the value, which is passed up to
+        there."""
         if (first := (yield from self._peek(1))) and first not in "\"'{[":
             scalar: str = yield from self._scalar()
             give(_CONSTANTS.get(scalar, scalar))
             return
-        ends, depth, held, parts = make_markers((stop,)), 0, "", list[str]()  # held: white space and a comma
+        ends, depth, held, parts = make_markers(stops.outside), 0, "", list[str]()  # held: white space and a comma
         last, is_apart = "", False  # the last character but white space, and whether that came since
         while True:
             text, is_all = self._before(ends)
@@ -291,7 +302,7 @@ class PieceReader:
                 if token in ('"', "'"):
                     self._take(at)
                     parts.append('"')
-                    yield from self._string(token, parts, give, told, stop)
+                    yield from self._string(token, parts, give, told, stops.inside)
                     (text, is_all), at = self._before(ends), 0
                     last = '"'
                 elif goes_on or not token:
@@ -319,10 +330,12 @@ class PieceReader:
             return self._text[: found.start()], True
         return self._text[: len(self._text) - (0 if self._ended else ends.held(self._text))], self._ended
 
-    def _string(self, quote: str, parts: list[str], give: Callable[[str], None], told: Tell | None, stop: str) -> Reads:
+    def _string(
+        self, quote: str, parts: list[str], give: Callable[[str], None], told: Tell | None, stops: tuple[str, ...]
+    ) -> Reads:
         """The rest of a string of `_json_value`, after its quote. Adds to `parts`, and passes those to `give` before
         it waits for more text."""
-        finds, ends = _IN_STRING[quote].search, make_markers((stop,))
+        finds, ends = _IN_STRING[quote].search, make_markers(stops)
         while True:
             text, is_all = self._before(ends)
             at = 0
@@ -346,10 +359,11 @@ class PieceReader:
             parts.clear()
             if is_all:
                 raise NoCallError
-            yield from self._turn(_or_begins(finds, ends) if stop else finds, told)
+            yield from self._turn(_or_begins(finds, ends) if stops else finds, told)
 
-    def _nest(self, give: Callable[[str], None]) -> Reads:
-        """An object or a list, as JSON or as a Python literal."""
+    def _nest(self, give: Callable[[str], None], ends: Markers) -> Reads:
+        """An object or a list, as JSON or as a Python literal. ends: markers that end what is neither, outside of its
+        strings."""
         depth, quote, last = 0, "", ""
         while True:
             text, at = self._text, 0
@@ -366,10 +380,14 @@ class PieceReader:
                         continue
                     quote, at = "", at + 1
                 else:
-                    next_one = _OUTSIDE.search(text, at)
-                    at = len(text) if next_one is None else next_one.end()
+                    next_one, end = _OUTSIDE.search(text, at), ends.find(text[at:], is_over=True)
+                    if end is not None and (next_one is None or at + end.start() < next_one.start()):
+                        give(self._take(at + end.start()))
+                        return
                     if next_one is None:
+                        at = max(at, len(text) - (0 if self._ended else ends.held(text)))
                         break
+                    at = next_one.end()
                     before = text[next_one.start() - 1] if next_one.start() else last
                     if next_one.group() == "'" and before.isalnum():
                         continue
