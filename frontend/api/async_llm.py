@@ -173,7 +173,8 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         data_parallel_rank: int | None = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one prompt, which are cumulative unless `sampling_params.output_kind` says otherwise.
+        """Streams the outputs of one prompt, each with all text so far unless `sampling_params.output_kind` asks for
+        deltas, which `LLM.stream` yields.
 
         An asynchronous generator of StreamingInput is a prompt that arrives in pieces (see streaming_input.py).
         `data_parallel_rank` selects the engine that runs the request first, if there are several. `trace_headers` are
