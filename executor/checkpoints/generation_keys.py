@@ -34,15 +34,13 @@ IDLE: Mapping[str, str] = MappingProxyType(
     )
     | dict.fromkeys(("bos_token_id", "pad_token_id", "assistant_token_id", "token_healing"), OF_PROMPTS)
     | dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), NOT_FOLLOWED)
-    | dict.fromkeys(
-        ("decoder_start_token_id", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"), OF_ENCODERS
-    )
+    | {"decoder_start_token_id": OF_ENCODERS}
 )
 """Keys that do not matter here, with the reason."""
 UNSET: Mapping[str, Any] = MappingProxyType(
     {
         **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
-        **dict.fromkeys(("typical_p", "length_penalty"), 1.0),
+        **dict.fromkeys(("typical_p", "length_penalty", "encoder_repetition_penalty"), 1.0),
         "guidance_scale": 1,
     }
 )

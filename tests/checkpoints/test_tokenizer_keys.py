@@ -368,8 +368,9 @@ def test_what_generate_would_apply_of_a_generation_config_is_named(
     asked = {
         "stop_strings": ["x"], "suppress_tokens": [3], "bad_words_ids": [[3]], "num_beams": 4, "min_length": 5,
         "no_repeat_ngram_size": 3, "forced_eos_token_id": 1, "sequence_bias": {"3": 1.0}, "typical_p": 0.9,
+        "encoder_repetition_penalty": 2.0, "encoder_no_repeat_ngram_size": 3,
     }  # fmt: skip
-    for more in ({}, dict.fromkeys(asked), {"num_beams": 1, "typical_p": 1.0}):
+    for more in ({}, dict.fromkeys(asked), {"num_beams": 1, "typical_p": 1.0, "encoder_repetition_penalty": 1.0}):
         write(folder, "generation_config.json", {**content, **more})
         open_folder(folder)
         assert not caplog.records
