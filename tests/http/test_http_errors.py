@@ -428,6 +428,7 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/v1/engines/null/completions", "/v1/completions generate text"),
         ("/v1/tokenize", "did you mean /tokenize?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/engines.js", "GET /docs"),
         ("/elsewhere", "GET /docs"),
     ],
 )

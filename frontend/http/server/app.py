@@ -285,7 +285,7 @@ class _Missing:
             if known in self._not_served:
                 return f": {self._not_served[known]}"
             known = known.rpartition("/")[0]
-        served = [spec.path for spec in self._state.routes]
+        served = [spec.path for spec in self._state.routes if spec.is_documented]
         # Clients append paths to a base address that should end in /v1; it may lack /v1, or the path may repeat it.
         bare = plain
         while bare.startswith("/v1/"):
