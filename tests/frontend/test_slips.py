@@ -416,6 +416,28 @@ def test_a_broken_call_loses_none_of_those_behind_it(way: Way, broken: Callable[
         assert (first, name, json.loads(said), found.content.strip()) == ("get_weather", *PLAIN, "")
 
 
+OF_JSON = [
+    way
+    for way in WAYS
+    if (calls := load_format(way.format).calls) is not None and calls.body == "json" and '"days"' in way.write([PLAIN])
+]
+
+
+@pytest.mark.parametrize("way", OF_JSON, ids=[f"{way.format}-{place}" for place, way in enumerate(OF_JSON)])
+def test_a_text_may_be_an_example_of_calls(way: Way) -> None:
+    """Escaped as JSON has it, however its markers follow each other."""
+    calls = load_format(way.format).calls
+    assert calls is not None
+    begin, end = calls.call
+    texts = (f'a {begin}{{"name": "x"}}{end}{begin}{{"name": "y"}}{end} b', f"}}{begin}{{", f"{begin}{end}{begin}")
+    for text in texts:
+        call = ("get_weather", {"city": text, "days": 7})
+        answer = way.write([call])
+        for pieces in ([answer], answer):
+            ((name, said),) = read(way.format, pieces, "", way.special, tools=TOOLS, reasoning=None).calls
+            assert (name, json.loads(said)) == call
+
+
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.format}-{place}" for place, way in enumerate(WAYS)])
 def test_a_call_without_its_last_brace_is_read_and_so_are_those_behind_it(way: Way) -> None:
     """The outer one of two, or of an object without quotes its own."""

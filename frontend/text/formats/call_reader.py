@@ -105,12 +105,16 @@ def as_other_families() -> CallFormat:
 
 def stops_of(calls: CallFormat) -> Stops:
     """The markers that end arguments in JSON which are broken, so that the calls behind them are read. A string may
-    have an end marker as its text, but no line break before it, and no further call behind it."""
+    have markers as its text, but no line break beside them, and behind a call's beginning no name in quotes: they would
+    be escaped."""
     begin, end = calls.call
     outside = tuple(filter(None, (begin, end, *(calls.section or ()))))
+    name = "" if calls.name_is_key else f'{calls.name_keys[0]}"'
+    objects = ("\n{", "\n[", f'{{"{name}', f'[{{"{name}')
+    nexts = [f"{begin}{each}" for each in objects] if calls.body == "json" else [begin]
     if begin and end:
-        return Stops(outside, (f"\n{end}", f"{end}{begin}", f"{end}\n{begin}"))
-    return Stops(outside, (f"}}{begin}",) if begin else ())
+        return Stops(outside, (f"\n{end}", f"{end}\n{begin}", *(f"{end}{each}" for each in nexts)))
+    return Stops(outside, tuple(f"}}{each}" for each in nexts) if begin else ())
 
 
 class CallReader(PieceReader):
