@@ -29,6 +29,7 @@ from headrace.core.structured_output.open_names import with_exact_names
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
 from headrace.core.structured_output.token_bytes import TokenBytes
+from headrace.core.structured_output.unquoted_texts import for_llguidance, with_texts
 from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
@@ -230,6 +231,7 @@ def _in_lark(grammar: str, options: JsonCompileOptions) -> str:
     """options: of the schemas within it."""
     if is_gbnf(grammar):
         return lark_of_gbnf(grammar)
+    grammar = with_texts(grammar, for_llguidance)
     return with_schemas_in_lark(grammar, lambda schema: _with_options(schema, options))
 
 

@@ -29,6 +29,7 @@ from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import with_schemas_in_lark
 from headrace.core.structured_output.refusals import refusal
 from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
+from headrace.core.structured_output.unquoted_texts import for_xgrammar, with_texts
 from headrace.core.structured_output.xgrammar_schema import followed, followed_expression
 from headrace.ipc.failure import let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
@@ -324,7 +325,8 @@ class XGrammarBackend:
             case "grammar":
                 if is_gbnf(wanted.text):
                     return self._compiler.compile_grammar_from_strings(wanted.text, "root")
-                return self._compiler.compile_lark(with_schemas_in_lark(wanted.text, followed_within), [], [])
+                lark = with_texts(wanted.text, for_xgrammar)
+                return self._compiler.compile_lark(with_schemas_in_lark(lark, followed_within), [], [])
             case "structural_tag":
                 form = with_schemas(format_of(json.loads(wanted.text)), followed_within)
                 form = with_patterns(form, followed_expression)

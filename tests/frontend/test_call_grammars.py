@@ -3,6 +3,7 @@ fit the tools' schemas."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -17,6 +18,7 @@ from family_answers import WAYS, Way
 from read_answers import Read, read
 from thinned import pairs
 
+from headrace.core.structured_output.unquoted_texts import for_llguidance, with_texts
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, known_formats, load_format
@@ -25,6 +27,7 @@ from headrace.frontend.text.formats.output_formats import OutputFormats, ToolCho
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 
+BACKEND = "headrace.core.structured_output.llguidance_backend"
 WITH_CALLS = [name for name, declared in known_formats().items() if declared.calls]
 
 
@@ -46,7 +49,9 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
     for _ in range(20):
         if num_calls > 3:
             break
-        matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+        matcher = llguidance.LLMatcher(
+            matching, llguidance.LLMatcher.grammar_from_lark(with_texts(grammar, for_llguidance))
+        )
         tokens: list[int] = []
         # The first of the thought's end that is allowed is taken, so that drawn text does not go on for ever.
         for token in tokenizer.encode("hm</think>").ids:
@@ -154,6 +159,14 @@ def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
         assert not accepts(grammar, written(**values), specials), values
 
 
+def followed(matching: Any, grammar: str) -> Any:
+    """llguidance's matcher, with the limits that the engine gives it."""
+    llguidance = pytest.importorskip("llguidance")
+    limits = llguidance.LLParserLimits(**importlib.import_module(BACKEND).LIMITS)
+    lark = llguidance.LLMatcher.grammar_from_lark(with_texts(grammar, for_llguidance))
+    return llguidance.LLMatcher(matching, lark, limits=limits)
+
+
 def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:
     llguidance = pytest.importorskip("llguidance")
     tokenizer = byte_level_tokenizer()
@@ -161,7 +174,9 @@ def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:
     eos = tokenizer.token_to_id("<|endoftext|>")
     matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
     ids = tokenizer.encode(text).ids
-    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+    matcher = llguidance.LLMatcher(
+        matching, llguidance.LLMatcher.grammar_from_lark(with_texts(grammar, for_llguidance))
+    )
     assert not matcher.get_error()
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -322,7 +337,9 @@ def test_one_call_that_is_complete_ends_the_answer(name: str):
     tokenizer.add_special_tokens(list(way.special))
     grammar = ForcedCalls(declared, FORCED[1:], special_ids(way.special), several=False).text()
     matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<|endoftext|>"))
-    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+    matcher = llguidance.LLMatcher(
+        matching, llguidance.LLMatcher.grammar_from_lark(with_texts(grammar, for_llguidance))
+    )
     assert matcher.consume_tokens(tokenizer.encode(way.write(TWO[1:]).rstrip()).ids), matcher.get_error()
     assert matcher.is_stopped()
 

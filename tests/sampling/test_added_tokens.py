@@ -7,11 +7,11 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 from example_tools import FORCED
 from fake_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from family_answers import WAYS, Way
+from masks_of_grammars import allowed_after
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -47,18 +47,6 @@ def in_letters(tokenizer: FastTokenizer, text: str) -> list[int]:
     state["added_tokens"] = [each for each in state["added_tokens"] if each["special"]]
     ids: list[int] = FastTokenizer.from_str(json.dumps(state)).encode(text, add_special_tokens=False).ids
     return ids
-
-
-def allowed_after(start: Any, token_ids: list[int], size: int) -> list[int]:
-    """The tokens that the mask allows after these, each of which the masks before must allow."""
-    matcher, mask = start.copy(), np.zeros((1, -(-size // 32)), np.int32)
-    for token_id in [*token_ids, -1]:
-        matcher.backend.fill([(matcher, 0, [])], mask)
-        allowed: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        if token_id >= 0:
-            assert token_id in allowed
-            assert matcher.accept(token_id)
-    return allowed
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,8 +1,8 @@
 """Grammars of answers with tool calls, made from a format's declaration and the tools' schemas.
 
-They are in Lark's notation as llguidance reads it: `%json` is a JSON value that fits a schema, `<[7]>` the token 7. A
-marker that is a special token is written as that token, since the same letters in other tokens mean something else to
-the model.
+They are in Lark's notation as llguidance reads it: `%json` is a JSON value that fits a schema, `<[7]>` the token 7.
+`%text` declares a text up to its end marker (`core/structured_output/unquoted_texts.py`). A marker that is a special
+token is written as that token, since the same letters in other tokens mean something else to the model.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class ForcedCalls(Rules):
         return found or [said for type_, said in self._calls.value_kinds if type_ != "string"]
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
-        """A value and its end marker. The line breaks of values_have_lines are required, so that the parser does not
-        take them from the text."""
+        """A value and its end marker. The first line break of values_have_lines is required, so that the parser does
+        not take one from the text; a text may lack the one at its end."""
         line = "\n" if self._calls.values_have_lines else ""
         return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
 
@@ -290,19 +290,18 @@ class ForcedCalls(Rules):
         return ways
 
     def _text(self, schema: Mapping[str, Any], line: str, end: str) -> str:
-        """A string of the schema's length and pattern, up to the first `end`."""
+        """A string of the schema's length and pattern, up to the first `end`: a declared text, which each library gets
+        in its own notation (`core/structured_output/unquoted_texts.py`)."""
         is_special = any(map(end.startswith, self._special_ids))
-        close = regex(line if is_special else line + end)
-        parts = [rf"/(.|\n){_times(schema)}{close}/"]
+        declared: dict[str, Any] = {} if is_special else {"end": end}
+        declared |= {each: int(schema[each]) for each in ("minLength", "maxLength") if schema.get(each) is not None}
         if isinstance(pattern := schema.get("pattern"), str):
-            parts.append(f"/{_whole_pattern(pattern)}{close}/")
-        if is_special:
-            name = self._rule("TEXT", " & ".join(parts))
-            return f"{name if close else f'({name})?'} {self._marker(end)}"
-        parts.append(rf"~/(.|\n)*{regex(end)}(.|\n)+/")
+            declared["pattern"] = _whole_pattern(pattern)
+        if line:
+            declared["line_break"] = True
         name = f"text_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: {' & '.join(parts)}")
-        return name
+        self._rules.append(f"{name}: %text {json.dumps(declared, ensure_ascii=False)}")
+        return f"{name} {self._marker(end)}" if is_special else name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
         """An argument whose value is JSON (which the parser accepts too), or a Python string, bool or None. A Python
