@@ -29,16 +29,22 @@ import msgspec
 from headrace.ipc.struct_types import threadsafe
 
 _DECLARED = re.compile(r"^(\w+): %text (\{.*\})$", re.MULTILINE)
-CHUNK = 512
-"""Characters that one lexeme of llguidance's counts: its lexer has some ten states for each."""
-MOST_SYMBOLS = 15_000_000
-"""Most characters of a text times those of its end marker: llguidance's grammar has four symbols for CHUNK of them."""
+CHUNK = 64
+"""Fewest characters that one of llguidance's lexemes counts: its lexer has some ten states for each, and derives them
+all within one step where known tokens are accepted again without masks."""
+MOST_ROWS = 200
+"""Most rows of a text, which the library reads by recursion."""
+MOST_LENGTH = 100_000
+"""Longest maxLength of a text that llguidance counts."""
 MOST_LEAST = 800
 """Longest minLength that one lexeme counts."""
 MOST_LEAST_STATES = 18_000
 """Most of a minLength times the square of the end marker's length where a first row counts it."""
 MOST_OF_XGRAMMAR = 128
 """Most characters that xgrammar counts in a rule that ends at its first marker."""
+
+MOST_BESIDE_PATTERN = 4096
+"""Longest bound of a text that has a pattern: one lexeme counts it, whose states are limited."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -104,9 +110,20 @@ def for_llguidance(name: str, text: UnquotedText) -> str:
 
 
 def _of_pattern(name: str, text: UnquotedText) -> str:
-    """The first end is where the pattern must end, so one before is excluded beside it."""
-    end, close = regex(text.end), _line(text) + regex(text.end)
-    return rf"{name}[lazy]: /{text.times}{close}/ & /{text.pattern}{close}/ & ~/(.|\n)*{end}(.|\n)+/"
+    """A text within one lexeme. Raises ValueError for bounds that it cannot count."""
+    if max(text.min_length, text.max_length or 0) > MOST_BESIDE_PATTERN:
+        raise ValueError(
+            "a text without quotes that has a pattern cannot have a minLength or maxLength above "
+            f"{MOST_BESIDE_PATTERN}; leave one of the keywords out"
+        )
+    end, line, any_text = regex(text.end), _line(text), r"/(.|\n)*/"
+    counted = rf"/{text.times}{line}{end}/"
+    if not (text.pattern or "").endswith(r"(.|\n)*") or line or text.min_length:
+        # The first end is where the pattern must end, so one before is excluded beside it.
+        return rf"{name}[lazy]: {counted} & /{text.pattern}{line}{end}/ & ~/(.|\n)*{end}(.|\n)+/"
+    # A text that fits the pattern may go on in any way, so only ends before it fits are excluded: beside a count of
+    # thousands, others would take too many states.
+    return f"{name}[lazy]: {counted} & /{text.pattern}/ & ~(({any_text} & ~/{text.pattern}/) /{end}/ {any_text})"
 
 
 def _before_special(name: str, text: UnquotedText, pattern: str) -> str:
@@ -132,17 +149,22 @@ class _Rows:
                 f"a text without quotes cannot have a minLength of {text.min_length}{beside} up to {text.end!r:.100}; "
                 f"of such texts minLength may be {most_least - text.line_break}"
             )
-        if (text.max_length or 0) * size > MOST_SYMBOLS:
+        if (text.max_length or 0) > MOST_LENGTH:
             raise ValueError(
-                f"a text without quotes cannot have a maxLength of {text.max_length}, at most {MOST_SYMBOLS // size} "
-                f"up to {text.end!r:.100}; leave it out for any length"
+                f"a text without quotes cannot have a maxLength of {text.max_length}, at most {MOST_LENGTH}; leave it "
+                "out for any length"
             )
+
+    @property
+    def _size(self) -> int:
+        """The characters of a chunk."""
+        return max(CHUNK, len(self._end), (self._most or 0) // MOST_ROWS)
 
     @property
     def _has_first_row(self) -> bool:
         """The least length is counted by a row of its own; else the only lexeme counts both lengths."""
         most = self._most or 0
-        return bool(self._least) and most > CHUNK and most - self._least > len(self._end) + 1
+        return bool(self._least) and most > self._size and most - self._least > len(self._end) + 1
 
     def written(self) -> str:
         size, states = len(self._end), {0: self._name}
@@ -152,8 +174,8 @@ class _Rows:
             # An end marker within these would be too early, so they need no count of their own to exclude it.
             first = self._least + max(0, size - 1)
             states, least, left = self._row(states, first, is_least=True), 0, (left or 0) - first
-        while not least and left is not None and left > CHUNK + size + 1:
-            states, left = self._row(states, CHUNK), left - CHUNK
+        while not least and left is not None and left > self._size + size + 1:
+            states, left = self._row(states, self._size), left - self._size
         for state, name in states.items():
             self._lines.append(f"{name}: {self._last(state, least, left, is_longest=True)}")
         return "\n".join(self._lines)
@@ -184,23 +206,30 @@ class _Rows:
         line = r"\n?" if self._line and is_longest and high is not None else ""
         if high is not None and low > high:
             low, line = high, r"\n"  # minLength is maxLength
-        ways = [each for number, each in self._rests(state) if number >= least and (most is None or number <= most)]
-        if high is None or high >= 0:
-            ways.append(_times(low, high) + line + regex(self._end))
+        # Lexemes of their own: after those of the states, the lexer is where it is in state 0.
+        rests = [each for number, each in self._rests(state) if most is None or number <= most]
+        ways = [self._lexeme(("rest", each), f"/{each}/", is_lazy=True) for each in rests]
         early = rf" & ~/{_times(0, low - 1)}{regex(self._end)}(.|\n)*/" if least > size else ""
-        return self._lexeme(key, f"/{'|'.join(ways)}/{early}", is_lazy=True)
+        if high is None or high >= 0:
+            whole = f"/{_times(low, high)}{line}{regex(self._end)}/{early}"
+            ways.append(self._lexeme(("whole", low, high, line), whole, is_lazy=True))
+        self._named[key] = f"({' | '.join(ways)})"
+        return self._named[key]
 
     def _chunk(self, state: int, num: int, *, is_least: bool) -> str:
         """So many characters, of which the last `state` begin an end marker. is_least: there is no whole one."""
         key = ("chunk", state, num, is_least)
         if key in self._named:
             return self._named[key]
-        body = f"/{_times(num - state, num - state)}{regex(self._end[:state])}/"
+        # Only the last characters are compared, as the lexer derives expressions for each character that is.
+        most = max(0, len(self._end) - 1)
+        body = f"/{_times(most - state, most - state)}{regex(self._end[:state])}/"
         longer = [number for number in range(state + 1, len(self._end)) if self._ends_in(number, state)]
         if longer:
             body += rf" & ~/(.|\n)*({'|'.join(regex(self._end[:number]) for number in longer)})/"
+        body = f"/{_times(num - most, num - most)}/ ({body})" if most else f"/{_times(num, num)}/"
         if is_least and self._end:
-            body += rf" & ~/(.|\n)*{regex(self._end)}(.|\n)*/"
+            body = rf"({body}) & ~/(.|\n)*{regex(self._end)}(.|\n)*/"
         return self._lexeme(key, body)
 
     def _rests(self, state: int) -> list[tuple[int, str]]:

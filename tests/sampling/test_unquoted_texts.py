@@ -70,7 +70,7 @@ def texts(num: int) -> Iterator[str]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("end", ["</>", "aa<"])
 @pytest.mark.parametrize("line_break", [False, True])
-@pytest.mark.parametrize(("bounds", "chunk"), [*((each, 512) for each in BOUNDS), *((each, CHUNK) for each in LONGER)])
+@pytest.mark.parametrize(("bounds", "chunk"), [*((each, 64) for each in BOUNDS), *((each, CHUNK) for each in LONGER)])
 def test_every_text_within_bounds_is_admitted_up_to_its_first_end_and_no_other(
     name: str, end: str, line_break: bool, bounds: tuple[int, int | None], chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -153,7 +153,7 @@ def test_long_texts_are_compiled_in_a_fraction_of_a_second(most: int):
 @pytest.mark.parametrize(
     ("name", "bounds", "said"),
     [
-        ("llguidance", (0, 10**9), "maxLength of 1000000000, at most 3750000 up to '</a>'"),
+        ("llguidance", (0, 10**9), "maxLength of 1000000000, at most 100000; leave"),
         ("llguidance", (50_000, None), "minLength of 50000 up to '</a>'; of such texts minLength may be 800"),
         ("llguidance", (2000, 3000), "2000 and a maxLength of 3000 up to '</a>'; .* minLength may be 1125"),
         ("llguidance", (3, 2), "no text has a minLength of 3 and a maxLength of 2"),
@@ -165,12 +165,23 @@ def test_bounds_that_cannot_be_applied_are_refused_by_their_keyword(name: str, b
         compiled(backend_of(name)[0], declared("</a>", *bounds))
 
 
-@pytest.mark.parametrize(("least", "most"), [(0, 2), (1, 2), (2, None), (3, 1030), (0, 10_000), (513, 1024)])
+@pytest.mark.parametrize(("least", "most"), [(0, 2), (1, 2), (2, None), (3, 300), (0, 10_000), (65, 128)])
 def test_a_text_before_a_special_token_is_counted_too(least: int, most: int | None):
     backend, tokenizer = backend_of("llguidance", special=("<|mark|>",))
     mark = tokenizer.token_to_id("<|mark|>")
     start = compiled(backend, declared("", least, most).replace('"Z"', f"<[{mark}]>"))
-    for length in {0, 1, 2, least - 1, least, 511, 512, 513, 1024, 1025, most or 0, (most or 0) + 1} - {-1}:
+    for length in {0, 1, 2, least - 1, least, 63, 64, 65, 127, 128, 129, most or 0, (most or 0) + 1} - {-1}:
         matcher = start.copy()
         taken = all(map(matcher.accept, tokenizer.encode("é" * length).ids)) and matcher.accept(mark)
         assert taken == (least <= length and (most is None or length <= most)), length
+
+
+@pytest.mark.parametrize("least", [0, 3])
+@pytest.mark.parametrize("text", ["x", "x<", "x<é", "<é😀"])
+def test_a_long_text_is_accepted_again_without_its_masks(least: int, text: str):
+    """As after a preemption; the lexer derives all states within one step then."""
+    backend, tokenizer = backend_of("llguidance")
+    ids = tokenizer.encode((text * 10_000)[:10_000] + "</parameter>Z").ids
+    matcher = compiled(backend, declared("</parameter>", least, 10_000))
+    assert all(map(matcher.accept, ids))
+    assert matcher.is_complete
