@@ -8,6 +8,10 @@ from headrace.ipc.messages import StructuredOutput
 LONGEST_REASON = 600
 """Most characters of a library's reason, which may quote the grammar."""
 NO_ANSWER = "there is no text of that form: what it refers to leads back to itself, or excludes every text"
+TOO_MANY_STATES = (
+    "its expressions and counts take too many states together: leave out maxLength, minLength or pattern where they "
+    "are beside one another, or make the bounds smaller"
+)
 _IN_WORDS = {"NoExtensionBias": NO_ANSWER}
 """Sentences for codes that llguidance returns as reasons."""
 _NAMES = {
@@ -34,4 +38,6 @@ def reason(problem: str) -> str:
     """A library's reason in one line, without its backtrace."""
     problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].removesuffix("<non-verbose/>").split())
     problem = _IN_WORDS.get(problem, problem)
+    if problem.startswith("fuel exhausted when checking relevance"):
+        problem = f"{TOO_MANY_STATES} ({problem})"
     return problem if len(problem) <= LONGEST_REASON else f"{problem[: LONGEST_REASON - 3]}..."

@@ -185,3 +185,10 @@ def test_a_long_text_is_accepted_again_without_its_masks(least: int, text: str):
     matcher = compiled(backend, declared("</parameter>", least, 10_000))
     assert all(map(matcher.accept, ids))
     assert matcher.is_complete
+
+
+def test_a_count_beside_a_counted_pattern_is_refused_by_the_keywords():
+    """Of hostnames, as one of Firecrawl's tools has it."""
+    host = r"(([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,})"
+    with pytest.raises(InvalidRequestError, match="leave out maxLength, minLength or pattern"):
+        compiled(backend_of("llguidance")[0], declared("</parameter>", 0, 2048, pattern=host))
