@@ -77,7 +77,10 @@ def with_texts(lark: str, write: Callable[[str, UnquotedText], str]) -> str:
     ValueError."""
 
     def written(found: re.Match[str]) -> str:
-        text = msgspec.json.decode(found[2], type=threadsafe(UnquotedText))
+        try:
+            text = msgspec.json.decode(found[2], type=threadsafe(UnquotedText))
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"%text of {found[1]}: {error}") from None
         if text.max_length is not None and text.min_length > text.max_length:
             raise ValueError(f"no text has a minLength of {text.min_length} and a maxLength of {text.max_length}")
         return write(found[1], text)

@@ -192,3 +192,10 @@ def test_a_count_beside_a_counted_pattern_is_refused_by_the_keywords():
     host = r"(([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,})"
     with pytest.raises(InvalidRequestError, match="leave out maxLength, minLength or pattern"):
         compiled(backend_of("llguidance")[0], declared("</parameter>", 0, 2048, pattern=host))
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("said", ['{"unknown": 1}', '{"maxLength": "1"}', "{]}"])
+def test_a_clients_own_declaration_that_is_malformed_is_refused(name: str, said: str):
+    with pytest.raises(InvalidRequestError, match="%text of text"):
+        compiled(backend_of(name)[0], f'start: text "Z"\ntext: %text {said}')
