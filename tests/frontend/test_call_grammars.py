@@ -26,6 +26,7 @@ from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
 
 BACKEND = "headrace.core.structured_output.llguidance_backend"
 WITH_CALLS = [name for name, declared in known_formats().items() if declared.calls]
@@ -307,6 +308,29 @@ def test_a_form_of_json_is_harmonys_final_message_after_its_thoughts():
 
 TWO = [("get_weather", {"city": "x", "days": 3}), ("now", {})]
 WRONG = [[("get_weather", {"city": "x", "days": 30})], [("later", {})], [TWO[0], ("get_weather", {"city": "x"})]]
+
+
+WITHOUT_QUOTES = [
+    name
+    for name in WITH_CALLS
+    if (calls := load_format(name).calls) is not None and calls.body in ("xml", "escaped") and not calls.is_either
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_QUOTES)
+def test_a_text_that_would_end_at_its_own_marker_is_not_written(name):
+    calls = load_format(name).calls
+    assert calls is not None
+    end = calls.parameter[3] or calls.escape
+
+    def grammar_of(*texts: str) -> str:
+        schema = {"type": "object", "properties": {"tag": {"enum": [*texts]}}, "required": ["tag"]}
+        tools = [{"type": "function", "function": {"name": "set", "parameters": schema}}]
+        return ForcedCalls(calls, tools, special_ids(()), several=False).text()
+
+    assert grammar_of("plain", f"a{end}b") == grammar_of("plain")
+    with pytest.raises(InvalidRequestError, match="enum or const .* each has " + re.escape(repr(end))):
+        grammar_of(f"a{end}b")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.format}-{place}" for place, way in enumerate(WAYS)])

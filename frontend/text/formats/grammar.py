@@ -274,11 +274,18 @@ class ForcedCalls(Rules):
         return " ".join(filter(None, (self._json(schema), literal(line), self._marker(end))))
 
     def _texts(self, schema: Mapping[str, Any], line: str, end: str) -> list[str]:
-        """Alternatives for a string, or null, that fits the schema."""
+        """Alternatives for a string, or null, that fits the schema. Raises InvalidRequestError if none can be written
+        before the end marker."""
         for said in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(said, list):
-                texts = ["null" if each is None else each for each in said]
-                return [f"{literal(each + line)} {self._marker(end)}" for each in texts if isinstance(each, str)]
+                texts = ["null" if each is None else each for each in said if each is None or isinstance(each, str)]
+                whole = [each for each in texts if end not in each]
+                if texts and not whole:
+                    raise InvalidRequestError(
+                        f"tools: of the texts that an enum or const of a parameter allows, {texts!r:.200}, each has "
+                        f"{end!r}, where a text ends in this model's format of calls"
+                    )
+                return [f"{literal(each + line)} {self._marker(end)}" for each in whole]
         ways = list[str]()
         for each in (each for name in ("anyOf", "oneOf") for each in schema.get(name) or ()):
             ways += self._texts(each, line, end) if isinstance(each, Mapping) else []
