@@ -259,9 +259,15 @@ class VllmRunner:
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
         return [(ids[0], texts[0]) for ids, texts in self.generate(prompts, greedy, **others)]
 
-    def generate_w_logprobs(self, prompts: Any, sampling_params: Any, **others: Any) -> Any:
+    def generate_w_logprobs(
+        self, prompts: Any, sampling_params: Any, *, include_prompt_token_ids: bool = False, **others: Any
+    ) -> Any:
         outputs = self.llm.generate(prompts, sampling_params=sampling_params, **others)
-        found = [(list(each.outputs[0].token_ids), each.outputs[0].text, each.outputs[0].logprobs) for each in outputs]
+        found: list[tuple[Any, ...]] = [
+            (list(each.outputs[0].token_ids), each.outputs[0].text, each.outputs[0].logprobs) for each in outputs
+        ]
+        if include_prompt_token_ids:
+            found = [(*one, each.prompt_token_ids) for one, each in zip(found, outputs, strict=True)]
         if sampling_params.prompt_logprobs is None:
             return found
         return [(*one, each.prompt_logprobs) for one, each in zip(found, outputs, strict=True)]
@@ -331,6 +337,8 @@ class HfRunner:
         return found
 
     def generate_greedy_logprobs(self, prompts: Sequence[str], max_tokens: int, **_: Any) -> Any:
+        """For each prompt, the log-probabilities of each step: [its tokens, vocab_size] of the prompt, then of each
+        token but the last."""
         import torch
 
         found = []
@@ -338,7 +346,8 @@ class HfRunner:
             out = self.model.generate(**given, max_new_tokens=max_tokens, do_sample=False)
             with torch.no_grad():
                 logits = self.model(out).logits.float()
-            found.append(torch.log_softmax(logits, dim=-1))
+            logprobs, prompt = torch.log_softmax(logits[0], dim=-1), given["input_ids"].shape[1]
+            found.append([logprobs[:prompt], *logprobs[prompt:-1].split(1)])
         return found
 
 
