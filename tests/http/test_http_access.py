@@ -113,6 +113,8 @@ def test_a_refused_key_is_told_in_the_form_of_the_route_that_would_have_answered
                 refused = client.request(route.method, path_of(route.path), headers=asked)
                 wanted = json.loads(route.error_body(ApiError(401, "", code="")))
                 assert refused.json().keys() == wanted.keys(), (route.path, asked)
+        refused = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert refused.json()["error"]["type"] == "authentication_error"
 
 
 def test_without_an_admin_key_no_client_changes_the_server(clients_only: ServerHere) -> None:

@@ -92,7 +92,7 @@ async def one_model(state: ServerState, exchange: Exchange) -> None:
 
 _VERSION = b"anthropic-version"
 """A header that Anthropic's clients send. Its API and OpenAI's have the same paths of models."""
-_get = functools.partial(get, access=Access.CLIENT, header=_VERSION)
+_get = functools.partial(get, access=Access.CLIENT, header=_VERSION, error_body=error_body)
 _post = functools.partial(post, access=Access.CLIENT, error_body=error_body)
 ROUTES = (
     _post(
@@ -118,7 +118,6 @@ ROUTES = (
         "Anthropic's API: describe a served model",
         ClaudeModel,
         refusals=(404, *UNAVAILABLE),
-        error_body=error_body,
     ),
 )
 API = Api(
