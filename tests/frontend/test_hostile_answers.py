@@ -97,6 +97,7 @@ def seconds_to_read(name: str, text: str, piece: int = SIZE) -> float:
         ("functiongemma", "<start_function_call>call:f{a:", "1"),
         ("functiongemma", "<start_function_call>call:f{a:", "{"),
         ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=b>\n", "\n"),
+        ("glm45", "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>", "["),
         ("openai", "<|channel|>", "analysis "),
     ],
 )

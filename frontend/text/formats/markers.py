@@ -35,10 +35,10 @@ class Markers:
     def _or_also(self, pattern: str) -> Callable[[str], object]:
         return re.compile(f"{self._first.pattern}|{pattern}").search
 
-    def find(self, text: str, *, is_over: bool) -> re.Match[str] | None:
-        """The first marker. is_over: no more text follows; otherwise a marker at the text's end that may become a
-        longer one is not found yet."""
-        found = self._pattern.search(text)
+    def find(self, text: str, start: int = 0, *, is_over: bool) -> re.Match[str] | None:
+        """The first marker from `start` on. is_over: no more text follows; otherwise a marker at the text's end that may
+        become a longer one is not found yet."""
+        found = self._pattern.search(text, start)
         if found is None or is_over or not self._longer:
             return found
         rest = text[found.start() :]

@@ -367,6 +367,7 @@ class PieceReader:
         depth, quote, last = 0, "", ""
         while True:
             text, at = self._text, 0
+            end = ends.find(text, is_over=True)
             while at < len(text):
                 if quote:
                     next_one = _IN_NEST[quote].search(text, at)
@@ -380,9 +381,11 @@ class PieceReader:
                         continue
                     quote, at = "", at + 1
                 else:
-                    next_one, end = _OUTSIDE.search(text, at), ends.find(text[at:], is_over=True)
-                    if end is not None and (next_one is None or at + end.start() < next_one.start()):
-                        give(self._take(at + end.start()))
+                    if end is not None and end.start() < at:
+                        end = ends.find(text, at, is_over=True)
+                    next_one = _OUTSIDE.search(text, at)
+                    if end is not None and (next_one is None or end.start() < next_one.start()):
+                        give(self._take(end.start()))
                         return
                     if next_one is None:
                         at = max(at, len(text) - (0 if self._ended else ends.held(text)))
