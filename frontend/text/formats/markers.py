@@ -36,8 +36,8 @@ class Markers:
         return re.compile(f"{self._first.pattern}|{pattern}").search
 
     def find(self, text: str, start: int = 0, *, is_over: bool) -> re.Match[str] | None:
-        """The first marker from `start` on. is_over: no more text follows; else a marker at the text's end that may become
-        a longer one is not found yet."""
+        """The first marker from `start` on. is_over: no more text follows; else a marker at the text's end that may
+        become a longer one is not found yet."""
         found = self._pattern.search(text, start)
         if found is None or is_over or not self._longer:
             return found
