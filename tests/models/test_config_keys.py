@@ -86,6 +86,10 @@ OF_NO_EFFECT = {
     "gemma4_experts": {"use_double_wide_mlp"},  # no layer reads the cache of another
     "step3p5": {"rope_theta", "partial_rotary_factors"},  # the last ones are those of a layer that is not run
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
+    "param2_moe": {"num_shared_experts"},  # whose size together has a key of its own
+    "plamo3": {"sliding_window_pattern"},  # interleaved_sliding_window has that of each layer
+    "sarvam_mla": {"max_position_embeddings"},
+    "telechat3": {"max_position_embeddings", "mscale", "mscale_all_dim"},  # its own temperature has neither
 }
 """Keys that the family reads and that change nothing in one of these configs."""
 

@@ -3,6 +3,8 @@ computes the same: token by token, with chunked prefill, preemption and the pref
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import torch
 from all_at_once import TIGHT, generate_all_at_once, shared_prefix
 from published_models import PUBLISHED
 from rank_threads import RankThreads, pool_for_each_rank
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.families._model_types import COMPUTED_BY
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -40,8 +44,17 @@ def twin_of(name: str) -> Any:
 
 
 def expect_answers_of_twin(folder: Path, name: str, **options: Any) -> None:
+    twin = twin_of(name)
+    expect_answers(
+        saved(folder, name),
+        lambda prompt, answer: published_models.expected_logits(name, twin, prompt, answer),
+        **options,
+    )
+
+
+def expect_answers(path: Path, logits_of: Callable[[list[int], list[int]], torch.Tensor], **options: Any) -> None:
+    """logits_of: a prompt and its answer, after the prompt and after each token of the answer but the last."""
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-    path = saved(folder, name)
     num_groups = len(tiny_models.cache_groups_of(path, TIGHT["max_model_len"]))
     blocks = tiny_models.blocks_of_one_request(path, TIGHT) + 2 + 2 * num_groups
     with LLM(str(path), **TIGHT, num_gpu_blocks_override=blocks, **options) as llm:
@@ -49,8 +62,7 @@ def expect_answers_of_twin(folder: Path, name: str, **options: Any) -> None:
         (again,) = llm.generate(shared_prefix(128)[2:], params, use_tqdm=False)
     for prompt, output in zip([*shared_prefix(128), shared_prefix(128)[2]], [*outputs, again], strict=True):
         answer = list(output.outputs[0].token_ids)
-        logits = published_models.expected_logits(name, twin_of(name), prompt, answer)
-        assert answer == logits.argmax(-1).tolist()
+        assert answer == logits_of(prompt, answer).argmax(-1).tolist()
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     assert again.num_cached_tokens
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
@@ -68,3 +80,35 @@ def test_an_engine_gives_the_tokens_of_the_same_model_in_transformers(folder: Pa
 def test_two_ranks_give_the_tokens_of_the_same_model_in_transformers(folder: Path, name: str, kind: str) -> None:
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
     expect_answers_of_twin(folder, name, **ranks)
+
+
+COMPUTED_BY_OTHERS: dict[str, dict[str, Any]] = {
+    "exaone": {"num_key_value_heads": 2},
+    "sarvam_moe": {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8},
+    "sarvam_mla": {
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "moe_intermediate_size": 32, "num_experts": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COMPUTED_BY_OTHERS)
+def test_a_folder_names_the_class_of_another_family_that_computes_it(kind: str, tmp_path: Path) -> None:
+    """As transformers saves it: with the other class's architecture, and the model's own names of weights."""
+    torch.manual_seed(0)
+    own = {**published_models.SMALL, "initializer_range": 0.2, "pad_token_id": None, **COMPUTED_BY_OTHERS[kind]}
+    config = AutoConfig.for_model(kind, num_hidden_layers=3, num_attention_heads=4, **own)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "model")
+
+    @torch.inference_mode()
+    def logits_of(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+        return found[len(prompt) - 1 :]
+
+    named = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert named["architectures"] == [COMPUTED_BY[kind]]
+    expect_answers(tmp_path / "model", logits_of)

@@ -7,6 +7,7 @@ names, with its own config.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,6 +334,127 @@ def _deci(config: dict[str, Any]) -> dict[str, Any]:
     return _plain(config, block_configs=blocks, intermediate_size=None, num_key_value_heads=None, attention_bias=False)
 
 
+PLAMO3_OFFSETS = {"post_attention_layernorm": 1 / 5, "post_feedforward_layernorm": 5**-1.5}
+PLAMO3_NAMES = {
+    "model.layers.": "model.layers.layers.", "self_attn.": "mixer.", "input_layernorm": "pre_mixer_norm",
+    "post_attention_layernorm": "post_mixer_norm", "pre_feedforward_layernorm": "pre_mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}  # fmt: skip
+
+
+def _scale_down_embeddings(model: Any) -> None:
+    """By what Gemma multiplies them with."""
+    model.model.embed_tokens.weight.data /= model.config.hidden_size**0.5
+
+
+def _of_plamo3(state: State) -> State:
+    found = _fused("mixer.qkv_proj", 1)(state)
+    found["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * SMALL["hidden_size"] ** 0.5
+    for gate in [name for name in state if ".gate_proj." in name]:
+        up = gate.replace(".gate_proj.", ".up_proj.")
+        found[gate.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([found.pop(gate), found.pop(up)])
+    for name, tensor in state.items():
+        for norm, offset in PLAMO3_OFFSETS.items():
+            if norm in name:
+                found[name] = tensor + 1 - offset
+    return found
+
+
+def _plamo3(config: dict[str, Any]) -> dict[str, Any]:
+    window = config["sliding_window"]
+    kinds = config["layer_types"]
+    return {
+        **{name: config[name] for name in (*COMMON, "rms_norm_eps", "head_dim") if name in config},
+        "tie_word_embeddings": False, "sliding_window_pattern": 2, "rope_theta": 1_000_000, "rope_local_theta": 10_000,
+        "interleaved_sliding_window": [window if kind == "sliding_attention" else None for kind in kinds],
+        "sliding_window": window,
+    }  # fmt: skip
+
+
+TELECHAT2_NAMES = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.word_embeddings",
+    "model.norm": "transformer.ln_f", "self_attn.q_proj": "self_attention.query",
+    "self_attn.o_proj": "self_attention.dense", "self_attn": "self_attention",
+}  # fmt: skip
+
+
+def _drop_inner_biases(model: Any) -> None:
+    """Biases of 0 where TeleChat 2 has none."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")):
+            parameter.data.zero_()
+
+
+def _of_telechat2(state: State) -> State:
+    inner = tuple(f"{each}_proj.bias" for each in ("q", "k", "v", "gate", "up"))
+    found = {name: tensor for name, tensor in state.items() if not name.endswith(inner)}
+    for key in [name for name in found if "k_proj" in name]:
+        heads = [found.pop(name).unflatten(0, (2, -1)) for name in (key, key.replace("k_proj", "v_proj"))]
+        found[key.replace("k_proj", "key_value")] = torch.cat(heads, dim=1).flatten(0, 1)
+    return found
+
+
+def _telechat2(config: dict[str, Any]) -> dict[str, Any]:
+    own = {
+        "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "ffn_hidden_size": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps", "training_seqlen": "max_position_embeddings",
+    }  # fmt: skip
+    kept = ("vocab_size", "hidden_size", "num_key_value_heads", "tie_word_embeddings")
+    return {
+        **{name: config[theirs] for name, theirs in own.items()}, **{name: config[name] for name in kept},
+        "apply_residual_connection_post_layernorm": False, "attention_softmax_in_fp32": True, "base_seqlen": 128,
+        "embed_layernorm": False, "logn": False, "rotary_use_xpos": False, "skip_bias_add": True,
+        "skip_bias_add_qkv": False, "use_RMSNorm": True,
+    }  # fmt: skip
+
+
+def _telechat3(config: dict[str, Any]) -> dict[str, Any]:
+    scaling = {key: config["rope_parameters"][key] for key in ("factor", "original_max_position_embeddings")}
+    scaling |= {"type": "telechat3-yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    return _plain(config, rope_scaling=scaling, head_dim=config["head_dim"], attention_bias=False, mlp_bias=False)
+
+
+def _as_ling(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    kept = (
+        "head_dim", "moe_intermediate_size", "n_group", "topk_group", "first_k_dense_replace", "num_experts_per_tok",
+        "routed_scaling_factor", "use_qk_norm",
+    )  # fmt: skip
+    return _plain(
+        config, **{name: config[name] for name in kept}, num_experts=config["n_routed_experts"],
+        num_shared_experts=config["n_shared_experts"], score_function="sigmoid", use_qkv_bias=False, use_bias=False,
+        moe_router_enable_expert_bias=True, **more,
+    )  # fmt: skip
+
+
+def _sarvam_mla(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "moe_intermediate_size", "n_group", "topk_group", "first_k_dense_replace", "num_experts_per_tok",
+        "routed_scaling_factor", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
+    )  # fmt: skip
+    scaling = {key: value for key, value in config["rope_parameters"].items() if key not in ("rope_type", "rope_theta")}
+    return _plain(
+        config, **{name: config[name] for name in kept}, num_experts=config["n_routed_experts"],
+        num_shared_experts=config["n_shared_experts"], score_function="sigmoid", head_dim=40, q_head_dim=24,
+        rope_scaling={"type": "deepseek_yarn", **scaling}, moe_shared_expert_intermediate_size=32,
+        moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+
+
+LING_NORMS = {
+    "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+    "e_score_correction_bias": "expert_bias",
+}  # fmt: skip
+LING_TWIN = {
+    "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 3, "norm_topk_prob": True,
+}  # fmt: skip
+WHOLE_HEADS = {"rope_theta": 8e6, "rope_type": "default", "partial_rotary_factor": 1.0}
+
+
+def _of_ling(state: State) -> State:
+    return _experts_apart(_fused("attention.query_key_value", 1)(state))
+
+
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -415,16 +537,52 @@ PUBLISHED: dict[str, Published] = {
     ),
     "bailing_moe_v2": Published(
         "BailingMoeV2ForCausalLM",
-        _twin("Glm4Moe", num_key_value_heads=2, head_dim=16, use_qk_norm=True, moe_intermediate_size=32,
-              n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
-              num_experts_per_tok=3, routed_scaling_factor=1.5, norm_topk_prob=True),
-        LING_NAMES | {"self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
-                      "e_score_correction_bias": "expert_bias"},
-        lambda config: _plain(
-            config, head_dim=16, moe_intermediate_size=32, num_experts=8, num_shared_experts=1, n_group=4,
-            topk_group=2, first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=1.5,
-            partial_rotary_factor=0.5, use_qk_norm=True, score_function="sigmoid", use_qkv_bias=False),
-        lambda state: _experts_apart(_fused("attention.query_key_value", 1)(state)),
+        _twin("Glm4Moe", **LING_TWIN, n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=1.5),
+        LING_NAMES | LING_NORMS, lambda config: _as_ling(config, partial_rotary_factor=0.5, rotary_dim=8), _of_ling,
+    ),
+    "sarvam_moe": Published(
+        "SarvamMoEForCausalLM",
+        _twin("Glm4Moe", **LING_TWIN, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+              rope_parameters=WHOLE_HEADS),
+        LING_NAMES | LING_NORMS, lambda config: _as_ling(config, moe_shared_expert_intermediate_size=32), _of_ling,
+    ),
+    "param2_moe": Published(
+        "Param2MoEForCausalLM",
+        _twin("Glm4Moe", **LING_TWIN, n_shared_experts=2, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+              rope_parameters=WHOLE_HEADS),
+        LING_NAMES | LING_NORMS, lambda config: _as_ling(config, moe_shared_expert_intermediate_size=64), _of_ling,
+    ),
+    "sarvam_mla": Published(
+        "SarvamMLAForCausalLM",
+        _twin("DeepseekV3", q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+              moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1,
+              num_experts_per_tok=3, first_k_dense_replace=1,
+              rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
+                               "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "beta_fast": 32,
+                               "beta_slow": 1}),
+        {}, _sarvam_mla, _experts_apart,
+    ),
+    "telechat2": Published(
+        "TeleChat2ForCausalLM", _twin("Llama", num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+        TELECHAT2_NAMES, _telechat2, _of_telechat2, prepare=_drop_inner_biases,
+    ),
+    "telechat3": Published(
+        "TeleChat3ForCausalLM",
+        _twin("Llama", num_key_value_heads=2,
+              rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                               "original_max_position_embeddings": 32, "attention_factor": 0.07 * math.log(4) + 1}),
+        {}, _telechat3,
+    ),
+    "plamo3": Published(
+        "Plamo3ForCausalLM",
+        TinyModel(
+            "Gemma3ForCausalLM", "Gemma3TextConfig",
+            SMALL | {"num_hidden_layers": 4, "sliding_window": 24, "num_key_value_heads": 2, "head_dim": 16,
+                     "query_pre_attn_scalar": 16, "hidden_activation": "silu", "tie_word_embeddings": False,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 2},
+            0.2,
+        ),
+        PLAMO3_NAMES, _plamo3, _of_plamo3, prepare=_scale_down_embeddings,
     ),
     "yi": Published(
         "YiForCausalLM", _twin("Llama", num_key_value_heads=2),

@@ -18,7 +18,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.config import Config
 from headrace.executor.models.families._defaults import defaults_of
 from headrace.executor.models.families._lacking import LACKING
-from headrace.executor.models.families._model_types import MODEL_TYPES
+from headrace.executor.models.families._model_types import COMPUTED_BY, MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
 from headrace.executor.models.heads import Classifier, HeadLayer, HeadLinear, num_labels
 from headrace.executor.models.registry import class_of_plugin, registered_model
@@ -164,15 +164,16 @@ def _with_classifier(spec: ArchSpec, config: Config, named: str) -> ArchSpec:
 
 
 def named_architecture(config: Mapping[str, Any]) -> str:
-    """The first of the config's `architectures` that a family has, else the first; without any, that of its model_type.
+    """The first of the config's `architectures` that a family has, else the first; that of its model_type where there
+    is none, or it is one that computes the model_type.
 
     Raises ModelError if the config has neither, and UnknownArchitectureError for a model_type that no family has.
     """
     named = config.get("architectures")
     listed = [each for each in named if isinstance(each, str)] if isinstance(named, list | tuple) else []
-    if listed:
-        return next(filter(_is_known, listed), listed[0]) if len(listed) > 1 else listed[0]
     kind = config.get("model_type")
+    if listed and not (isinstance(kind, str) and listed == [COMPUTED_BY.get(kind)]):
+        return next(filter(_is_known, listed), listed[0]) if len(listed) > 1 else listed[0]
     if not isinstance(kind, str) or not kind:
         raise ModelError('the config has neither "architectures" nor "model_type", which name the kind of model')
     if kind not in MODEL_TYPES:

@@ -30,12 +30,15 @@ ACTIVATIONS: dict[str, NamedActivation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+TELECHAT3 = "telechat3-yarn"
 ROPE_KINDS: dict[str, RopeKind] = {
     "default": "default",
     "linear": "linear",
     "dynamic": "dynamic",
     "llama3": "llama3",
     "yarn": "yarn",
+    "deepseek_yarn": "yarn",
+    TELECHAT3: "yarn",
     "longrope": "longrope",
     "su": "longrope",
     "proportional": "proportional",
@@ -283,6 +286,8 @@ def _yarn_attention_factor(given: Config, factor: float) -> float:
     mscale_all_dim."""
     scale, scale_all = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
     named = optional_number(given, "attention_factor")
+    if TELECHAT3 in (given.get("rope_type"), given.get("type")):
+        return 0.07 * math.log(factor) + 1.0
     if named is not None:
         return named
 
@@ -487,17 +492,22 @@ def corrected_routing(config: Config) -> Routing:
 
 
 def mixture_after_dense(
-    config: Config, routing: Routing, *, correction: bool = True, default_dense: int = 0
+    config: Config,
+    routing: Routing,
+    *,
+    correction: bool = True,
+    default_dense: int = 0,
+    shared_inner: int | None = None,
 ) -> Callable[[int], Ffn]:
     """DeepSeek's FFNs by layer index: first some dense layers, then mixtures with shared experts; or as
-    `mlp_layer_types` says."""
+    `mlp_layer_types` says. shared_inner: of all shared experts together; None: each is of a routed one's size."""
     inner = integer(config, "moe_intermediate_size")
     mixture = Experts(
         integer(config, "n_routed_experts"),
         routing,
         inner,
         activation(config, "hidden_act", "silu"),
-        shared_inner=inner * integer(config, "n_shared_experts", 0),
+        shared_inner=inner * integer(config, "n_shared_experts", 0) if shared_inner is None else shared_inner,
         shared_gate=False,
         correction="vector" if correction else "no",
     )

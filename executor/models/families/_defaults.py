@@ -23,7 +23,7 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
         "rope_theta": {
             10_000.0: ("Exaone4", "ExaoneMoe"),
             100_000.0: ("Helium",),
-            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Olmo3"),
+            500_000.0: ("Cohere", "Ernie4_5", "Ernie4_5_Moe", "Exaone", "FlexOlmo", "Olmo3"),
             1_000_000.0: ("SolarOpen",),
             5_000_000.0: ("MiniMaxM2", "MiniMaxM3VL"),
             6_000_000.0: ("BailingHybrid",),
@@ -38,10 +38,10 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
             6.0: ("LongcatFlash",),
         },
         "max_position_embeddings": {
-            4096: ("DeepseekV3",),
+            4096: ("DeepseekV3", "Exaone", "SarvamMLA"),
             8192: ("GraniteSWA", "VaultGemma"),
             32_768: ("AXK1", "MiniCPM3"),
-            131_072: ("Glm", "Glm4", "IQuestCoder", "LongcatFlash", "MiMoV2Flash", "Youtu"),
+            131_072: ("Glm", "Glm4", "IQuestCoder", "LongcatFlash", "MiMoV2Flash", "SarvamMoE", "Youtu"),
             163_840: ("DeepseekV32",),
             196_608: ("MiniMaxM2",),
             202_752: ("Glm4MoeLite", "GlmMoeDsa"),

@@ -35,6 +35,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "ernie": "ErnieModel",
         "ernie4_5": "Ernie4_5ForCausalLM",
         "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+        "exaone": "ExaoneForCausalLM",
         "exaone4": "Exaone4ForCausalLM",
         "exaone_moe": "ExaoneMoeForCausalLM",
         "falcon": "FalconForCausalLM",
@@ -130,9 +131,11 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "opt": "OPTForCausalLM",
         "orion": "OrionForCausalLM",
         "persimmon": "PersimmonForCausalLM",
+        "param2moe": "Param2MoEForCausalLM",
         "phi": "PhiForCausalLM",
         "phi3": "Phi3ForCausalLM",
         "phimoe": "PhimoeForCausalLM",
+        "plamo3": "Plamo3ForCausalLM",
         "qwen": "QWenLMHeadModel",
         "qwen2": "Qwen2ForCausalLM",
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -149,6 +152,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "recurrent_gemma": "RecurrentGemmaForCausalLM",
         "roberta": "RobertaModel",
         "rwkv7": "RWKV7ForCausalLM",
+        "sarvam_mla": "SarvamMLAForCausalLM",
+        "sarvam_moe": "SarvamMoEForCausalLM",
         "seed_oss": "SeedOssForCausalLM",
         "smollm3": "SmolLM3ForCausalLM",
         "smolvlm": "SmolVLMForConditionalGeneration",
@@ -157,6 +162,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "step3p5": "Step3p5ForCausalLM",
         "step3p7": "Step3p7ForConditionalGeneration",
         "starcoder2": "Starcoder2ForCausalLM",
+        "telechat": "TeleChat2ForCausalLM",
+        "telechat3": "TeleChat3ForCausalLM",
         "vaultgemma": "VaultGemmaForCausalLM",
         "vipllava": "VipLlavaForConditionalGeneration",
         "voxtral": "VoxtralForConditionalGeneration",
@@ -165,3 +172,10 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "zamba2": "Zamba2ForCausalLM",
     }
 )
+
+
+COMPUTED_BY: Mapping[str, str] = MappingProxyType(
+    {"exaone": "LlamaForCausalLM", "sarvam_mla": "DeepseekV3ForCausalLM", "sarvam_moe": "Glm4MoeForCausalLM"}
+)
+"""model_types whose models transformers computes with another type's class, which it writes as their architecture. The
+weights' names stay their own."""

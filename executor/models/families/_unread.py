@@ -142,7 +142,7 @@ _COMPUTED = """
     hidden_activation hidden_ratio hidden_size_per_layer_input high_freq_factor hybrid_layer_pattern
     hybrid_override_pattern index_block_size index_head_dim index_kpool index_local_blocks index_n_heads
     index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern indexer_types input_mult
-    interleave_moe_layer_step key_multiplier kv_channels kv_lora_rank kv_n_heads laurel_rank
+    interleave_moe_layer_step interleaved_sliding_window key_multiplier kv_channels kv_lora_rank kv_n_heads laurel_rank
     layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types layernorm_epsilon
     layers_block_type linear_allow_neg_eigval linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config
     linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_lower_bound linear_num_heads linear_num_key_heads
@@ -164,21 +164,21 @@ _COMPUTED = """
     parallel_attn partial_rotary_factor partial_rotary_factors per_layer_config position_embedding_type post_norm_eps
     prefix_lm projectors_bias q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm qk_rope_head_dim qk_scale_factor
     qkv_bias quantization query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq
-    rope_parameters rope_ratio rope_scaling rope_theta rotary rotary_dim rotary_emb_base routed_scaling_factor
-    router_bias router_scaling_factor scale_attn_by_inverse_layer_idx scale_depth scale_emb scale_embedding scoring_func
-    seq_length share_expert_dim share_expert_dims shared_expert_intermediate_size shared_intermediate_size short_factor
-    short_mscale sliding_window sliding_window_pattern sliding_window_size softmax_scale sparse_attention_freq
-    sparse_block_size sparse_config sparse_index_dim sparse_local_block sparse_num_index_heads
-    shared_experts_intermediate_size sparse_topk_blocks ssm_in_multiplier ssm_multipliers ssm_out_multiplier
-    ssm_state_size state_size swa_head_dim swa_num_attention_heads swa_num_key_value_heads swa_kv_lora_rank
-    swa_q_lora_rank swa_qk_nope_head_dim swa_qk_rope_head_dim swa_rope_theta swa_v_head_dim swiglu_alpha swiglu_limit
-    swiglu_limits swiglu_limits_shared text_config tie_embedding tie_word_embeddings tied_embeddings time_step_limit
-    time_step_min time_step_rank top_k_experts topk_group topk_method true_head_dim truncate type use_alibi
-    use_attention_gate use_bias use_biases use_bidirectional_attention use_conv_bias use_double_wide_mlp use_dsa
-    use_expert_bias use_head_wise_attn_gate use_mem_rope use_mup use_parallel_residual use_post_norm use_qk_norm
-    use_qkv_bias use_sandwich_norm use_shared_attention_adapter use_sliding_window v_head_dim v_low_rank_dim value_dim
-    value_heads_in_turn vocab_size vocab_size_per_layer_input window_size word_embed_proj_dim yarn yarn_only_types
-    zero_expert_num
+    rope_local_theta rope_parameters rope_ratio rope_scaling rope_theta rotary rotary_dim rotary_emb_base
+    routed_scaling_factor router_bias router_scaling_factor scale_attn_by_inverse_layer_idx scale_depth scale_emb
+    scale_embedding scoring_func seq_length share_expert_dim share_expert_dims shared_expert_intermediate_size
+    shared_intermediate_size short_factor short_mscale sliding_window sliding_window_pattern sliding_window_size
+    softmax_scale sparse_attention_freq sparse_block_size sparse_config sparse_index_dim sparse_local_block
+    sparse_num_index_heads shared_experts_intermediate_size sparse_topk_blocks ssm_in_multiplier ssm_multipliers
+    ssm_out_multiplier ssm_state_size state_size swa_head_dim swa_num_attention_heads swa_num_key_value_heads
+    swa_kv_lora_rank swa_q_lora_rank swa_qk_nope_head_dim swa_qk_rope_head_dim swa_rope_theta swa_v_head_dim
+    swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared text_config tie_embedding tie_word_embeddings
+    tied_embeddings time_step_limit time_step_min time_step_rank top_k_experts topk_group topk_method true_head_dim
+    truncate type use_alibi use_attention_gate use_bias use_biases use_bidirectional_attention use_conv_bias
+    use_double_wide_mlp use_dsa use_expert_bias use_head_wise_attn_gate use_mem_rope use_mup use_parallel_residual
+    use_post_norm use_qk_norm use_qkv_bias use_sandwich_norm use_shared_attention_adapter use_sliding_window v_head_dim
+    v_low_rank_dim value_dim value_heads_in_turn vocab_size vocab_size_per_layer_input window_size word_embed_proj_dim
+    yarn yarn_only_types zero_expert_num
 """
 COMPUTED = frozenset(_COMPUTED.split())
 """Keys with which some family computes: where another does not read one, its value must be none of effect."""

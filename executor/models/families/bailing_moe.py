@@ -1,5 +1,9 @@
-"""Ling 1 and 2: mixtures with shared experts; of Ling 2, DeepSeek V3's, beside attention with normed queries and keys
-of which half is rotated."""
+"""Ling 1 and 2, Sarvam's and Param2's mixtures in Ling's shape: with shared experts; of all but Ling 1, DeepSeek V3's,
+beside attention with normed queries and keys, of which half is rotated in Ling 2."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.blocks import Routing
@@ -11,7 +15,10 @@ from headrace.executor.models.families._config import (
     integer,
     llama_like,
     mixture_after_dense,
+    number,
+    optional_integer,
 )
+from headrace.ipc.failure import ModelError
 
 AT = "attention"
 NAMES = WeightNames(
@@ -25,21 +32,36 @@ NAMES = WeightNames(
     router_correction="mlp.gate.expert_bias",
     shared_expert="mlp.shared_experts",
 )
-SECOND = "BailingMoeV2ForCausalLM"
+PARAM2 = "Param2MoEForCausalLM"
+CORRECTED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "BailingMoeV2ForCausalLM": {
+            **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5},
+            **{"use_qk_norm": True, "rope_theta": 600_000.0},
+        },
+        "SarvamMoEForCausalLM": {
+            **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+            **{"use_qk_norm": True, "rope_theta": 8_000_000.0},
+        },
+        PARAM2: {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    }
+)
+"""Architectures whose experts are chosen by corrected scores, with what their configs leave out."""
 
 
 def build(config: Config) -> ArchSpec:
-    config = config.renamed(n_routed_experts="num_experts", n_shared_experts="num_shared_experts")
-    is_second = config["architectures"][0] == SECOND
+    name = config["architectures"][0]
+    is_second = name in CORRECTED
+    config = config.renamed(
+        n_routed_experts="num_experts", n_shared_experts="num_shared_experts", attention_bias="use_qkv_bias"
+    )
     if is_second:
-        config = {
-            **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5},
-            **{"use_qk_norm": True, "rope_theta": 600_000.0},
-        } | config
+        config = CORRECTED[name] | config
         routing = corrected_routing(config)
     else:
         routing = Routing(integer(config, "num_experts_per_tok"), "softmax", flag(config, "norm_topk_prob", True))
     head_dim, heads = head_dim_of(config), integer(config, "num_attention_heads")
+    config = _with_rotary_factor(config, head_dim)
     kv_heads = integer(config, "num_key_value_heads", heads)
     rows = {NAMES.query: heads, NAMES.key: kv_heads, NAMES.value: kv_heads}
     count, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 0)
@@ -47,27 +69,48 @@ def build(config: Config) -> ArchSpec:
     return llama_like(
         config,
         attention={
-            "bias": flag(config, "use_qkv_bias", False),
+            "bias": flag(config, "attention_bias", False),
             "output_bias": flag(config, "use_bias", False),
-            "qk_norm": "head" if is_second and flag(config, "use_qk_norm", True) else "no",
+            "qk_norm": "head" if is_second and flag(config, "use_qk_norm", False) else "no",
         },
-        ffn=mixture_after_dense(config, routing, correction=is_second),
+        ffn=mixture_after_dense(config, routing, correction=is_second, shared_inner=_shared_inner(config, name)),
         fused=(Fused(f"{AT}.query_key_value", tuple((name, each * head_dim) for name, each in rows.items())),),
         names=WeightNames(**vars(NAMES) | {"ignorable": (*NAMES.ignorable, *ignorable)}),
     )
 
 
-FAMILY = Family(
-    ("BailingMoeForCausalLM", SECOND),
-    build,
-    ignored={
+def _with_rotary_factor(config: Config, head_dim: int) -> Config:
+    """With `partial_rotary_factor` of a `rotary_dim` that the config has. Raises ModelError if it says another one."""
+    rotary_dim = optional_integer(config, "rotary_dim")
+    if rotary_dim is None:
+        return config
+    factor = rotary_dim / head_dim
+    if not config.stores("partial_rotary_factor"):
+        return config | {"partial_rotary_factor": factor}
+    if (other := number(config, "partial_rotary_factor")) != factor:
+        raise ModelError(
+            f"the config's rotary_dim is {rotary_dim} of {head_dim}, and its partial_rotary_factor {other}; they say "
+            "the same thing"
+        )
+    return config
+
+
+def _shared_inner(config: Config, name: str) -> int | None:
+    """The size of all shared experts together. Param2's configs have it; the others' have that of one."""
+    given = optional_integer(config, "moe_shared_expert_intermediate_size")
+    count = integer(config, "n_shared_experts", 0)
+    return given if given is None or (name == PARAM2 and count) else given * count
+
+
+IGNORED: Mapping[str, str] = MappingProxyType(
+    {
         "mtp_loss_scaling_factor": "training alone",
         "output_dropout": "training alone",
         "router_dtype": "precision of the original code",
-        "rotary_dim": "partial_rotary_factor says it",
-        "moe_shared_expert_intermediate_size": "the shared experts' sizes are those of the others",
-    },
-    assumes={
+    }
+)
+ASSUMES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
         "moe_router_enable_expert_bias": (True,),
         "score_function": ("sigmoid",),
         "topk_method": ("noaux_tc",),
@@ -76,5 +119,7 @@ FAMILY = Family(
         "multi_gate": (False,),
         "use_rmsnorm": (True,),
         "use_sliding_window": (False,),
-    },
+    }
 )
+
+FAMILY = Family(("BailingMoeForCausalLM", *CORRECTED), build, ignored=IGNORED, assumes=ASSUMES)

@@ -11,5 +11,9 @@ def build(config: Config) -> ArchSpec:
 
 
 FAMILY = Family(
-    ("LlamaForCausalLM", "LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "IQuestCoderForCausalLM"), build
+    (
+        *("LlamaForCausalLM", "LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "IQuestCoderForCausalLM"),
+        "TeleChat3ForCausalLM",
+    ),
+    build,
 )
