@@ -29,6 +29,7 @@ LISTS = {
         "sliding_window_pattern",
         "_sliding_window_pattern",
         "layer_group_size",
+        "global_attn_every_n_layers",
         "use_sliding_window",
         "sliding_window",
     },
@@ -85,6 +86,7 @@ OF_NO_EFFECT = {
     "falcon_h1_normed": {"time_step_limit"},
     "gemma4_experts": {"use_double_wide_mlp"},  # no layer reads the cache of another
     "step3p5": {"rope_theta", "partial_rotary_factors"},  # the last ones are those of a layer that is not run
+    "cohere2_moe": {"norm_topk_prob"},  # of sigmoids alone
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
     "param2_moe": {"num_shared_experts"},  # whose size together has a key of its own
     "plamo3": {"sliding_window_pattern"},  # interleaved_sliding_window has that of each layer

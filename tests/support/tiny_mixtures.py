@@ -51,9 +51,26 @@ DEEPSEEK_V4 = {
 FAMILIES: dict[str, TinyModel] = {
     "glm4_moe": tiny("Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **DEEPSEEK),
     "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
+    "afmoe": tiny(
+        "Afmoe", num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=20, mup_enabled=True,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, num_dense_layers=1, route_scale=2.5,
+        global_attn_every_n_layers=2, pad_token_id=2, max_position_embeddings=1024,
+    ),
     "axk1": tiny("AXK1", max_position_embeddings=1024, **LATENT, **DEEPSEEK),
     "mistral4": tiny(
         "Mistral4", max_position_embeddings=1024, rope_parameters=MISTRAL_4, **LATENT, **DEEPSEEK,
+    ),
+    "cohere2_moe": tiny(
+        "Cohere2Moe", num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=20, num_experts=8,
+        num_experts_per_tok=3, num_shared_experts=2, prefix_dense_intermediate_size=40,
+        layer_types=["full_attention", "sliding_attention"] * 2, max_position_embeddings=1024,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], logit_scale=0.5, pad_token_id=2,
+    ),
+    "cohere2_moe_sigmoid": tiny(
+        "Cohere2Moe", num_key_value_heads=2, head_dim=16, sliding_window=20, num_experts=8, num_experts_per_tok=3,
+        num_shared_experts=1, shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid",
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=1024, rms_norm_eps=1e-5,
+        logit_scale=0.5, pad_token_id=2,
     ),
     "dots1": tiny("Dots1", head_dim=16, sliding_window=20, max_window_layers=1, **DEEPSEEK),
     "minimax_m2": tiny("MiniMaxM2", head_dim=16, rotary_dim=8, **EXPERTS),

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
+        "afmoe": "AfmoeForCausalLM",
         "apertus": "ApertusForCausalLM",
         "arcee": "ArceeForCausalLM",
         "axk1": "AXK1ForCausalLM",
@@ -19,6 +20,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "codegen": "CodeGenForCausalLM",
         "cohere": "CohereForCausalLM",
         "cohere2": "Cohere2ForCausalLM",
+        "cohere2_moe": "Cohere2MoeForCausalLM",
         "cohere2_vision": "Cohere2VisionForConditionalGeneration",
         "cwm": "CwmForCausalLM",
         "dbrx": "DbrxForCausalLM",

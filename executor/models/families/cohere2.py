@@ -1,6 +1,9 @@
 """Command R7B and A: Command R's shape with three sliding-window layers with rotation per full one without."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
@@ -40,19 +43,21 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(
-    ("Cohere2ForCausalLM",),
-    build,
-    ignored={
+IGNORED: Mapping[str, str] = MappingProxyType(
+    {
         "use_embedding_sharing": "tie_word_embeddings says it",
         "layer_switch": "sliding_window_pattern says it",
         "use_parallel_embedding": "a layout of training over devices",
-    },
-    assumes={
+    }
+)
+ASSUMES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
         "position_embedding_type": ("rope_gptj",),
         "order_of_interleaved_layers": ("local_attn_first",),
         "use_gated_activation": (True,),
         "use_parallel_block": (True,),
         "use_qk_norm": (False,),
-    },
+    }
 )
+
+FAMILY = Family(("Cohere2ForCausalLM",), build, ignored=IGNORED, assumes=ASSUMES)
