@@ -440,6 +440,34 @@ def _sarvam_mla(config: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
 
 
+PANGU_NAMES = {
+    "post_attention_layernorm": "pre_mlp_layernorm", "attention_end": "post_attention_layernorm",
+    "mlp_end": "post_mlp_layernorm",
+}  # fmt: skip
+
+
+def _add_norms_after_blocks(model: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        for name, block in (("attention_end", layer.self_attn), ("mlp_end", layer.mlp)):
+            norm = type(layer.input_layernorm)(model.config.hidden_size, model.config.rms_norm_eps)
+            norm.weight.data.normal_(1.0, 0.3, generator=generator)
+            setattr(layer, name, norm)
+            block.register_forward_hook(
+                lambda _, __, out, norm=norm: (norm(out[0]), *out[1:]) if isinstance(out, tuple) else norm(out)
+            )
+
+
+def _pangu(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "num_experts_per_tok",
+        "norm_topk_prob", "routed_scaling_factor", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "q_lora_rank",
+    )  # fmt: skip
+    own = {name: config[name] for name in kept}
+    return _plain(config, **own, sandwich_norm=True, router_enable_expert_bias=True)
+
+
 LING_NORMS = {
     "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "e_score_correction_bias": "expert_bias",
@@ -561,6 +589,13 @@ PUBLISHED: dict[str, Published] = {
                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "beta_fast": 32,
                                "beta_slow": 1}),
         {}, _sarvam_mla, _experts_apart,
+    ),
+    "pangu_ultra": Published(
+        "PanguUltraMoEForCausalLM",
+        _twin("DeepseekV3", q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+              moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1,
+              num_experts_per_tok=3, first_k_dense_replace=1),
+        PANGU_NAMES, _pangu, _experts_apart, prepare=_add_norms_after_blocks,
     ),
     "telechat2": Published(
         "TeleChat2ForCausalLM", _twin("Llama", num_key_value_heads=2, attention_bias=True, mlp_bias=True),

@@ -29,7 +29,6 @@ _LACKING = {
     "MiMoV2ForCausalLM": _REMOTE,
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "PanguProMoEV2ForCausalLM": _REMOTE,
-    "PanguUltraMoEForCausalLM": _REMOTE,
     "Plamo2ForCausalLM": _REMOTE,
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,
