@@ -31,10 +31,13 @@ from headrace.core.structured_output.refusals import refusal
 from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
 from headrace.core.structured_output.unquoted_texts import for_xgrammar, with_texts
 from headrace.core.structured_output.xgrammar_schema import followed, followed_expression
-from headrace.ipc.failure import let_interrupts_pass
+from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
 PACKAGE = "xgrammar"
+KNOWN = re.compile(r"0\.2\.[5-8](\D.*)?")
+"""Versions whose functions take what is given to them here. 0.2.9 takes more, and lets texts through that repeat
+`([^a].){2,6}` no time."""
 NUM_THREADS = os.cpu_count() or 1
 """Threads that fill masks."""
 MASKS_ON_ONE_THREAD = 8
@@ -232,7 +235,11 @@ class XGrammarBackend:
     """A `Backend`."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises ValueError if the library cannot read the tokenizer."""
+        """Raises ValueError if the library cannot read the tokenizer, InvalidRequestError if its version is unknown."""
+        if not KNOWN.fullmatch(version()):
+            raise InvalidRequestError(
+                f"xgrammar {version()} cannot be used, but 0.2.5 to 0.2.8: pip install 'xgrammar>=0.2.5,<0.2.9'"
+            )
         kind = json.loads(str(_xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer_json)))
         tokenizer = json.loads(tokenizer_json)
         tokens = _tokens(tokenizer, vocab_size)

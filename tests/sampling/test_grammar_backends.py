@@ -190,6 +190,14 @@ def test_what_is_repeated_in_a_gbnf_grammar_may_be_a_repetition(name: str, gramm
     assert [text for text in wrong if takes(start, text)] == []
 
 
+def test_another_version_of_xgrammar_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions are called without its Python package, which would know their arguments; and 0.2.9 takes texts that
+    repeat `([^a].){2,6}` no time."""
+    monkeypatch.setattr(metadata, "version", lambda _: "0.2.9")
+    with pytest.raises(InvalidRequestError, match=r"xgrammar 0\.2\.9 cannot be used.*xgrammar>=0\.2\.5,<0\.2\.9"):
+        make_backend("xgrammar", VOCABULARY)
+
+
 NO_END = {"$ref": "#/$defs/a"}
 ENDLESS = {"type": "object", "additionalProperties": NO_END, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NO_END}}
 
