@@ -96,6 +96,7 @@ class CpuOps:
             residual_type=DTYPES[total.dtype],
             output_type=DTYPES[out.dtype],
             eps=eps,
+            factor=1.0,
         )
         self.runtime.pool.run_op("hr_op_norm", args)
         return out, total

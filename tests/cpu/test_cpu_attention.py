@@ -135,7 +135,7 @@ def attend(ops: CpuOps, case: Case, params: AttentionParams | None = None, scale
 
 
 MIXED = [(1, 1), (5, 5), (0, 9), (1, 300), (30, 77), (200, 600), (1, 129), (17, 128)]
-HEADS = [(9, 3, 64), (4, 4, 80), (5, 1, 72), (7, 7, 8), (8, 2, 128), (2, 1, 256), (6, 2, 96)]
+HEADS = [(9, 3, 64), (4, 4, 80), (5, 1, 72), (7, 7, 8), (8, 2, 128), (2, 1, 256), (2, 1, 512), (6, 2, 96)]
 PARAMS = {
     "plain": AttentionParams(0.125),
     "window": AttentionParams(0.2, sliding_window=20),

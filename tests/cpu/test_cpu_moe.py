@@ -213,6 +213,7 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
     name = "BF16" if dtype == torch.bfloat16 else "F32"
     experts = make_experts((name, name), 7, hidden, inner, used)
     table, norm_weight, bias = torch.randn(50, hidden), torch.rand(hidden), torch.rand(7) * 0.1
+    factors = 0.5 + torch.rand(7)
     router = packed_matrix(name, 7, hidden, 1, used)
     shared, shared_router = make_experts((name, name), 1, hidden, 24, used), packed_matrix(name, 1, hidden, 3, used)
 
@@ -224,7 +225,7 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
     builder.embedding(table, stream)
     builder.norm(stream, normed, Norm("rms", 1e-6, norm_weight))
     builder.linear(router, normed, logits)
-    builder.route(logits, ids, weights, scoring="sigmoid", renormalise=True, scale=1.5, bias=bias)
+    builder.route(logits, ids, weights, scoring="sigmoid", renormalise=True, scale=1.5, bias=bias, factors=factors)
     builder.experts(experts, normed, ids, weights, stream, add=True)
     builder.linear(shared_router, normed, gate)
     builder.route(gate, only, share, scoring="sigmoid", renormalise=False)
@@ -245,6 +246,7 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
             bias=bias,
         )  # fmt: skip
         assert torch.equal(ids.tensor[: len(x)], chosen)
+        shares = shares * factors[chosen]
         assert experts.experts_read.item() == 2 * len(chosen.unique())
         expected = x + by_linear_layers(experts, normal, chosen, shares)[0].float()
         own = shared_router.apply(normal, out_dtype=torch.float32).sigmoid()

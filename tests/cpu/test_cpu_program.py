@@ -39,6 +39,17 @@ class Shape:
     final_cap: float | None = None
     sandwich: bool = False
     """Norms after attention and MLP too, and GELU: Gemma's layer."""
+    factor: float = 1.0
+    """Of the stream after each layer, in a sandwich."""
+    value_norm: bool = False
+    keys_are_values: bool = False
+    last_reads_only: bool = False
+    """The last layer has queries alone, and reads the cache of the one before it."""
+
+    def kv_parts(self, layer: int) -> int:
+        if self.last_reads_only and layer == self.layers - 1:
+            return 0
+        return 1 if self.keys_are_values else 2
 
 
 class Weights:
@@ -55,7 +66,7 @@ class Weights:
             return 1 + 0.1 * torch.randn(size, generator=generator)
 
         self.embedding = torch.randn(shape.vocab, shape.hidden, generator=generator).to(dtype)
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        widths = [(shape.heads + shape.kv_parts(i) * shape.kv_heads) * shape.head_dim for i in range(shape.layers)]
         self.layers = [
             {
                 "qkv": matrix(width, shape.hidden),
@@ -69,7 +80,7 @@ class Weights:
                 "q_norm": vector(shape.head_dim),
                 "k_norm": vector(shape.head_dim),
             }
-            for _ in range(shape.layers)
+            for width in widths
         ]
         self.norm = vector(shape.hidden)
         half = shape.head_dim // 2
@@ -93,14 +104,17 @@ class Weights:
             return torch.cat((a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]), -1)
 
         x = self.embedding.double()[token_ids]
-        for layer in self.layers:
+        k = v = torch.empty(0)
+        group = shape.heads // shape.kv_heads
+        for index, layer in enumerate(self.layers):
             qkv = norm(x, layer["norm1"]) @ layer["qkv"].double().T
-            heads = qkv.view(n, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-            q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
-            if shape.qk_norm:
-                q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-            group = shape.heads // shape.kv_heads
-            q, k = rotate(q), rotate(k).repeat_interleave(group, 1)
+            q, *kv = qkv.view(n, -1, shape.head_dim).split((shape.heads, *[shape.kv_heads] * shape.kv_parts(index)), 1)
+            if kv:
+                k, v = kv[0], kv[-1]
+                k = norm(k, layer["k_norm"]) if shape.qk_norm else k
+                v = norm(v, torch.ones(shape.head_dim)) if shape.value_norm else v
+                k = rotate(k).repeat_interleave(group, 1)
+            q = rotate(norm(q, layer["q_norm"]) if shape.qk_norm else q)
             scores = torch.einsum("qhd,khd->hqk", q, k) * shape.head_dim**-0.5
             if shape.soft_cap:
                 scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
@@ -111,7 +125,7 @@ class Weights:
             gate, up = (norm(x, layer["norm2"]) @ layer["gate_up"].double().T).chunk(2, -1)
             gate = F.gelu(gate, approximate="tanh") if shape.sandwich else F.silu(gate)
             delta = (gate * up) @ layer["down"].double().T
-            x = x + (norm(delta, layer["post2"]) if shape.sandwich else delta)
+            x = (x + norm(delta, layer["post2"])) * shape.factor if shape.sandwich else x + delta
         logits = norm(x, self.norm) @ self.embedding.double().T
         return logits if shape.final_cap is None else shape.final_cap * torch.tanh(logits / shape.final_cap)
 
@@ -142,13 +156,14 @@ class Model:
         builder = Builder(self.runtime, max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS)
         hidden = builder.buffer(shape.hidden, torch.float32)
         normed = builder.buffer(shape.hidden, inner, own=True)
-        qkv = builder.buffer((shape.heads + 2 * shape.kv_heads) * shape.head_dim, torch.float32)
         attended = builder.buffer(shape.heads * shape.head_dim, inner)
         activated = builder.buffer(shape.intermediate, inner)
         delta = builder.buffer(shape.hidden, torch.float32)
         table = self._pack(weights.embedding)
         builder.embedding(table, hidden)
-        for layer, cache in zip(weights.layers, self.caches, strict=True):
+        for index, layer in enumerate(weights.layers):
+            parts = shape.kv_parts(index)
+            cache, qkv = self.caches[index if parts else index - 1], builder.buffer(len(layer["qkv"]), torch.float32)
             norms = {name: Norm("rms", 1e-6, layer[name]) for name in layer if layer[name].dim() == 1}
             builder.norm(hidden, normed, norms["norm1"])
             builder.linear(self._pack(layer["qkv"]), normed, qkv)
@@ -161,6 +176,9 @@ class Model:
                 norms["k_norm"] if shape.qk_norm else None,
                 shape.window,
                 shape.soft_cap,
+                value_norm=Norm("rms", 1e-6, torch.ones(shape.head_dim)) if shape.value_norm and parts else None,
+                reads_only=not parts,
+                keys_are_values=parts == 1,
             )
             builder.write_cache(qkv, attention)
             if layer is weights.layers[-1]:
@@ -187,7 +205,7 @@ class Model:
             builder.linear(self._pack(layer["gate_up"], gated=True), normed, activated, activation=activation)
             if shape.sandwich:
                 builder.linear(self._pack(layer["down"]), activated, delta)
-                builder.norm(delta, hidden, norms["post2"], add=True)
+                builder.norm(delta, hidden, norms["post2"], add=True, factor=shape.factor)
             else:
                 builder.linear(self._pack(layer["down"]), activated, hidden, residual=hidden)
         final = builder.buffer(shape.hidden, inner, rows="logits")
@@ -241,6 +259,12 @@ SHAPES = {
     "window, caps, q/k norm, sandwich": Shape(
         qk_norm=True, window=11, soft_cap=3.0, final_cap=5.0, sandwich=True, heads=4, kv_heads=1, head_dim=32
     ),
+    "keys as values, a shared cache, large heads": Shape(
+        qk_norm=True, value_norm=True, keys_are_values=True, last_reads_only=True, heads=4, kv_heads=2, head_dim=512
+    ),
+    "normed values, a shared cache, factors": Shape(
+        qk_norm=True, value_norm=True, last_reads_only=True, sandwich=True, factor=0.7, head_dim=24
+    ),
 }
 
 
@@ -269,8 +293,9 @@ def test_bf16_program_is_as_near_as_bf16_can_be(cache_dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_do_not_depend_on_threads_chunks_or_batch(dtype: torch.dtype) -> None:
-    weights = Weights(Shape(qk_norm=True), dtype)
+@pytest.mark.parametrize("more", [{}, {"value_norm": True, "keys_are_values": True, "last_reads_only": True}])
+def test_results_do_not_depend_on_threads_chunks_or_batch(dtype: torch.dtype, more: dict[str, bool]) -> None:
+    weights = Weights(Shape(qk_norm=True, **more), dtype)
     sequences = sequences_of([45, 18, 30], weights.shape.vocab)
     wanted = run_in_chunks(Model(weights, dtype), sequences, 60)
     for chunk in (1, 13):
@@ -405,3 +430,14 @@ def test_values_are_activated_by_xielu_and_columns_scaled_by_their_rows_position
     assert ((found.double() - wanted).abs() <= precision * (wanted.abs() + wide.abs())).all()
     with pytest.raises(ValueError, match=r"position"):
         builder.build(read).run(step(sequences_of([num_positions + 1], 203), [0], [num_positions + 1]))
+
+
+def test_token_ids_that_a_table_lacks_have_the_row_of_the_first() -> None:
+    model = Model(Weights(Shape(layers=1), torch.float32), torch.float32)
+    builder = Builder(model.runtime, max_tokens=8, max_logits=8)
+    table = torch.randn(203, 12)
+    x, read = builder.buffer(12, torch.float32), builder.buffer(12, torch.float32, rows="logits")
+    builder.embedding(pack(table[:90], runtime_=model.runtime), x, 0.5, vocab_size=203, known_ids=90)
+    builder.gather(x, read)
+    found = builder.build(read).run(step([[89, 90, 0, 202, 5]], [0], [5]))
+    assert torch.equal(found, table[[89, 0, 0, 0, 5]] * 0.5)

@@ -40,6 +40,7 @@ class RotaryArgs(ctypes.Structure):
         ("value_stride", ctypes.c_int64),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
+        ("value_norm", ctypes.c_void_p),
         ("query_norm_bias", ctypes.c_void_p),
         ("key_norm_bias", ctypes.c_void_p),
         ("cos", ctypes.c_void_p),

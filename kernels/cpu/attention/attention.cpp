@@ -170,6 +170,8 @@ void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int 
   prepare_head(args, step, row, from, args.key_norm, args.key_norm_bias, work);
   write_cache_row(cache, true, index, work);
   load_head(args, head_at(args.value, row, args.value_stride, kv_head, args), work);
+  if (args.value_norm != nullptr)
+    norm_values(args.norm_kind, work, cache.head_dim, args.value_norm, nullptr, args.norm_eps, work);
   write_cache_row(cache, false, index, work);
 }
 
@@ -185,6 +187,7 @@ void rotary_and_cache_write(const void* raw, const Step& step, int thread, int n
       prepare_query(args, step, row, head, work);
       store_values(work, args.type, args.cache.head_dim, head_at(args.query, row, args.query_stride, head, args));
     }
+    if (args.key == nullptr) continue;
     for (int head = 0; head < args.cache.num_kv_heads; ++head) write_key_value(args, step, row, head, work);
   }
 }

@@ -10,13 +10,15 @@ namespace headrace {
 // Arguments of the pass before attention. Attention reads its queries and cache from them too.
 struct RotaryArgs {
   void* query;        // [num_tokens, query_stride]: num_heads heads of head_dim; clipped, normed and rotated in place
-  const void* key;    // [num_tokens, key_stride]: cache.num_kv_heads heads (0: only queries are rotated)
-  const void* value;  // [num_tokens, value_stride]
+  // [num_tokens, key_stride]: cache.num_kv_heads heads; null: another layer writes the cache, or none does
+  const void* key;
+  const void* value;  // [num_tokens, value_stride]; may be the keys
   int64_t query_stride;
   int64_t key_stride;
   int64_t value_stride;
   const float* query_norm;  // [head_dim], any constant offset already added; null: no norm
   const float* key_norm;    // [head_dim] or null
+  const float* value_norm;  // [head_dim] or null: values as they are, clipped
   const float* query_norm_bias;  // [head_dim], of layer norms; or null
   const float* key_norm_bias;
   const float* cos;         // [positions, rotary_half], or with by_token [num_tokens, rotary_half]; null: no rotary

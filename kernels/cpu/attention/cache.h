@@ -44,7 +44,7 @@ struct KvCache {
 };
 
 // The largest head_dim that the kernels support.
-constexpr int kMostHeadDim = 256;
+constexpr int kMostHeadDim = 512;
 
 // Whether stored elements are divided by a scale.
 inline bool is_scaled(CacheType type) { return type >= CacheType::kInt8; }

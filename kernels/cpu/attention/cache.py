@@ -23,7 +23,8 @@ LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
 """`CacheLayout` in attention/cache.h, which draws both."""
 GROUP_KEYS = 16
 """`kGroupKeys` in attention/cache.h."""
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
+"""`kMostHeadDim` in attention/cache.h."""
 MOST_LATENT_DIM = 1024
 """`kMostLatentDim` in latent.h."""
 

@@ -206,7 +206,8 @@ class Worker {
         std::fill(to + head_dim, to + shape_.padded, T{});
       }
     }
-    if (fused && has_last_tile) write_key_value(source, step_, item.first_row, item.kv_head, scratch_.row);
+    if (fused && has_last_tile && source.key != nullptr)
+      write_key_value(source, step_, item.first_row, item.kv_head, scratch_.row);
   }
 
   void reset(int rows) {

@@ -27,6 +27,7 @@ class NormArgs(ctypes.Structure):
         ("residual_type", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("factor", ctypes.c_float),
     )
 
 

@@ -105,6 +105,8 @@ void norm(const void* raw, const Step& step, int thread, int num_threads) {
     char* to = row_at(output, row, args.output_stride, args.output_type);
     if (args.add_to_output != 0)
       for (int64_t i = 0; i < args.size; ++i) row_values[i] += load_one(to, i, args.output_type);
+    if (args.factor != 1.0f)
+      for (int64_t i = 0; i < args.size; ++i) row_values[i] *= args.factor;
     store_values(row_values, args.output_type, args.size, to);
   }
 }

@@ -43,6 +43,7 @@ struct NormArgs {
   DType residual_type;
   DType output_type;
   float eps;
+  float factor;  // of what is stored
 };
 
 struct ActivationArgs {

@@ -11,6 +11,7 @@ class RouteArgs(ctypes.Structure):
     _fields_ = (
         ("logits", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
         ("expert_ids", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("logits_stride", ctypes.c_int64),

@@ -232,6 +232,7 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) {
       weights[slot] = weights[slot] / divisor * args.scale;
+      if (args.factors) weights[slot] *= args.factors[best[slot]];
     }
     if (!args.places) continue;
     const uint32_t key = replica_key(args, step, row);

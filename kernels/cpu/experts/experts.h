@@ -20,6 +20,7 @@ enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2, kSq
 struct RouteArgs {
   const void* logits;  // [rows, num_experts]
   const float* bias;   // [num_experts], added to the scores for the choice only, or null
+  const float* factors;  // [num_experts], multiply the weights of chosen experts, or null
   int32_t* expert_ids;  // [rows, top_k], best first
   float* weights;       // [rows, top_k]
   int64_t logits_stride;  // elements

@@ -138,6 +138,8 @@ class PackedExperts:
     """The map from the router's experts to these; None if they are all of them, in order."""
     loads: Tensor | None = None
     """[num_experts] int64: counters of the rows that each expert computes; None if they are not needed."""
+    factors: Tensor | None = None
+    """float32, of each of the router's experts: multiply the weights with which routing chooses them."""
     deltas: ExpertDeltas | None = None
     """None where adapters cannot change them."""
 

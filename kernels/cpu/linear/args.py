@@ -152,6 +152,7 @@ class EmbedArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("fixed_rows", ctypes.c_int64),
         ("first_id", ctypes.c_int64),
+        ("known_ids", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 

@@ -25,6 +25,7 @@ struct EmbedArgs {
   Rows rows;
   int64_t fixed_rows;
   int64_t first_id;  // the id of W's first row; ids of rows that another rank has give zeros
+  int64_t known_ids;  // ids from it on are looked up as id 0; 0: there are none
   float scale;
 };
 
@@ -72,7 +73,8 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
   const Range mine = split(rows, thread, num_threads);
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     if (ids[row] == kGivenRow) continue;
-    const int64_t id = ids[row] - args.first_id;
+    const bool is_unknown = args.known_ids > 0 && ids[row] >= args.known_ids;
+    const int64_t id = (is_unknown ? 0 : ids[row]) - args.first_id;
     if (id < 0 || id >= args.weight.n)
       std::memset(values, 0, static_cast<size_t>(k) * sizeof(float));
     else if (is_grouped(args.weight.type))

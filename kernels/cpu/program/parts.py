@@ -150,6 +150,11 @@ class AttentionLayer:
     norm_after_rotation: bool = False
     clip_qkv: float | None = None
     """Largest magnitude of queries, keys and values, before their norms."""
+    value_norm: Norm | None = None
+    reads_only: bool = False
+    """Whether there are queries alone, which attend to what another layer writes."""
+    keys_are_values: bool = False
+    """Whether the keys before their norm and rotation are the values before theirs."""
 
 
 def _bias_of(norm: Norm | None) -> int | None:
@@ -165,25 +170,30 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     if layer.num_heads % num_kv_heads:
         raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
-    width = (layer.num_heads + 2 * num_kv_heads) * head_dim
+    kv_parts = 0 if layer.reads_only else 1 if layer.keys_are_values else 2
+    width = (layer.num_heads + kv_parts * num_kv_heads) * head_dim
     require_same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
-    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    norms = [norm for norm in (layer.query_norm, layer.key_norm, layer.value_norm) if norm is not None]
     for norm in norms:
-        check_vector(norm.weight, head_dim, "a query or key norm's weight")
+        check_vector(norm.weight, head_dim, "a query, key or value norm's weight")
         if norm.bias is not None:
             check_vector(norm.bias, head_dim, "a query or key norm's bias")
         if norm.weight is None or (norm.kind, norm.eps) != (norms[0].kind, norms[0].eps):
-            raise ValueError("the norms of queries and keys are of one kind, with weights and one eps.")
+            raise ValueError("the norms of queries, keys and values are of one kind, with weights and one eps.")
+    if layer.value_norm is not None and layer.value_norm.bias is not None:
+        raise ValueError("the norm of values has no bias.")
     head_bytes = head_dim * qkv.tensor.itemsize
+    keys = qkv.address + layer.num_heads * head_bytes
     args = RotaryArgs(
         query=qkv.address,
-        key=qkv.address + layer.num_heads * head_bytes,
-        value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
+        key=None if layer.reads_only else keys,
+        value=None if layer.reads_only else keys + (kv_parts - 1) * num_kv_heads * head_bytes,
         query_stride=qkv.stride,
         key_stride=qkv.stride,
         value_stride=qkv.stride,
         query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
         key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
+        value_norm=address_of(layer.value_norm.weight) if layer.value_norm else None,
         query_norm_bias=_bias_of(layer.query_norm),
         key_norm_bias=_bias_of(layer.key_norm),
         norm_eps=norms[0].eps if norms else 0.0,

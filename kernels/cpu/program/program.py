@@ -128,12 +128,19 @@ class Builder:
         return Buffer(torch.empty(num_rows, columns, dtype=dtype), rows, copies, highest=kept)
 
     def embedding(
-        self, table: PackedLinear | Tensor, out: Buffer, scale: float = 1.0, *, first_id: int = 0, vocab_size: int = 0
+        self,
+        table: PackedLinear | Tensor,
+        out: Buffer,
+        scale: float = 1.0,
+        *,
+        first_id: int = 0,
+        vocab_size: int = 0,
+        known_ids: int = 0,
     ) -> None:
         """out = table[token ids] * scale. table: packed, or dense [vocab, columns] in fp32, bf16 or fp16.
 
         A packed table may hold only the rows from `first_id` on of a vocabulary of `vocab_size`; the rows of other
-        token ids are then 0.
+        token ids are then 0. With known_ids, token ids from it on have the row of token 0.
         """
         num_rows, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
         self._vocab_size = vocab_size or num_rows
@@ -146,6 +153,7 @@ class Builder:
                 out_dtype=out.type,
                 rows=ROWS_TOKENS,
                 first_id=first_id,
+                known_ids=known_ids,
                 scale=scale,
             )
             self._need(0, 4 * table.k)
@@ -226,8 +234,8 @@ class Builder:
         )
         self._add("copy", "hr_op_copy", args, (source,), (out,), few=with_own_copies(args, "input", source))
 
-    def norm(self, source: Buffer, out: Buffer, norm: Norm, *, add: bool = False) -> None:
-        """out = norm(source), or (add) out += norm(source)."""
+    def norm(self, source: Buffer, out: Buffer, norm: Norm, *, add: bool = False, factor: float = 1.0) -> None:
+        """out = norm(source) * factor, or (add) out = (out + norm(source)) * factor."""
         require_same(source.columns, out.columns, "a norm's input", "its output")
         for vector in (norm.weight, norm.bias):
             check_vector(vector, source.columns, "a norm's weight or bias")
@@ -248,6 +256,7 @@ class Builder:
             input_type=source.type,
             output_type=out.type,
             eps=norm.eps,
+            factor=factor,
         )
         reads = (source, out) if add else (source,)
         self._add("norm", "hr_op_norm", args, reads, (out,), few=with_own_copies(args, "output", out), keep=(norm,))
@@ -351,21 +360,25 @@ class Builder:
         weights: Buffer,
         *,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
         **options: Unpack[RouteOptions],
     ) -> None:
         """expert_ids (int32), weights (float32) = `reference.route_experts` of logits [.., num_experts], with top_k as
-        the number of their columns."""
+        the number of their columns. factors: [num_experts] float32, multiply the weights of chosen experts."""
         require_same(expert_ids.columns, weights.columns, "the columns of experts chosen", "those of their weights")
         require_same({logits.rows}, {expert_ids.rows, weights.rows}, "the rows of logits", "those of what is chosen")
         found = expert_ids.tensor.dtype, weights.tensor.dtype
         require_same(found, (torch.int32, torch.float32), "the types of experts and weights", "what routing writes")
         check_vector(bias, logits.columns, "a router's bias")
+        check_vector(factors, logits.columns, "the factors of experts")
         args = route_args(logits.columns, expert_ids.columns, options)
         args.logits, args.logits_stride, args.logits_dtype = logits.address, logits.stride, logits.type
-        args.bias, args.rows = address_of(bias), ROW_COUNTS[logits.rows]
+        args.bias, args.factors, args.rows = address_of(bias), address_of(factors), ROW_COUNTS[logits.rows]
         args.expert_ids, args.weights = expert_ids.address, weights.address
         self._need(0, route_scratch_bytes(logits.columns))
-        self._add("route", "hr_op_route", args, (logits,), (expert_ids, weights), keep=(bias, options.get("places")))
+        self._add(
+            "route", "hr_op_route", args, (logits,), (expert_ids, weights), keep=(bias, factors, options.get("places"))
+        )
 
     def experts(
         self,
@@ -410,8 +423,8 @@ class Builder:
         """q/k norm, rotation and the cache write. It is skipped in steps where every sequence computes one token: there
         `attend` does the same.
 
-        qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
-        overwritten.
+        qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns, or those of them
+        that the layer has; its queries are overwritten.
         """
         source, keys = rotary_args(qkv, layer), pointer(layer.cache.keys)
         if layer.rotary is not None:
