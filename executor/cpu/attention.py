@@ -23,6 +23,7 @@ class CpuAttend:
     declared: Attend
     query_norm: Norm | None
     key_norm: Norm | None
+    value_norm: Norm | None
     sinks: Tensor | None
     """[heads of this rank] float32"""
     alibi: Tensor | None
@@ -32,10 +33,12 @@ class CpuAttend:
 
     @classmethod
     def read(cls, weights: CpuWeights, declared: Attend, prefix: str) -> CpuAttend:
-        query_norm, key_norm = (_of_heads(weights, each, prefix) for each in (declared.query_norm, declared.key_norm))
+        norms = declared.query_norm, declared.key_norm, declared.value_norm
+        query_norm, key_norm, value_norm = (_of_heads(weights, each, prefix) for each in norms)
         sinks = None if declared.sinks is None else weights.values(declared.sinks, prefix)
         bias = None if declared.distance_bias is None else weights.distance_bias(declared.distance_bias, prefix)
-        return cls(declared, query_norm, key_norm, sinks, own_slopes(declared, weights.place), bias)
+        slopes = own_slopes(declared, weights.place)
+        return cls(declared, query_norm, key_norm, value_norm, sinks, slopes, bias)
 
     def write(self, ops: ProgramOps, qkv: Buffer) -> Buffer:
         declared, builder = self.declared, ops.builder
@@ -47,6 +50,9 @@ class CpuAttend:
             rotary=ops.rotary(declared.rope),
             query_norm=self.query_norm,
             key_norm=self.key_norm,
+            value_norm=self.value_norm,
+            reads_only=declared.reads_only,
+            keys_are_values=declared.keys_are_values,
             norm_after_rotation=declared.norm_after_rotation,
             clip_qkv=declared.clip_qkv,
             window=declared.sliding_window,

@@ -14,6 +14,7 @@ from headrace.executor.cpu.model import CpuModel, read_model
 from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import given_scale, put_given
 from headrace.executor.parallel.collectives import SharedCollectives
@@ -251,7 +252,8 @@ class CpuDecoderPart(CpuDecoder):
         place, written = self._place, self.bind(kv_cache)
         hidden = written.hidden[: len(arrays.token_ids)]
         if not place.is_first_stage:
-            hidden.copy_(place.link.receive((1, *hidden.shape), torch.float32)[0])
+            for part in self._parts(hidden):
+                part.copy_(place.link.receive((1, *part.shape), torch.float32)[0])
         if place.is_last_stage:
             computed = super().step(arrays, kv_cache, draws)
             self._check_ranks()
@@ -259,8 +261,20 @@ class CpuDecoderPart(CpuDecoder):
         self._fill(written, arrays)
         written.program.run_filled(written.buffers)
         self._check_ranks()
-        place.link.send(hidden[None])
+        for part in self._parts(self._left(hidden)):
+            place.link.send(part[None])
         return no_logits()
+
+    def _parts(self, stream: Tensor) -> tuple[Tensor, ...]:
+        """The link has room for parts of hidden_size columns."""
+        return stream.split(self.spec.hidden_size, dim=1)
+
+    def _left(self, stream: Tensor) -> Tensor:
+        """What the stage's layers have left of the columns beside the hidden values, with these."""
+        if not isinstance(self.spec.stream, Beside):
+            return stream
+        hidden, width = self.spec.hidden_size, self.spec.stream.width(self._place.layers(self.spec.num_layers).stop)
+        return torch.cat([stream[:, :hidden], stream[:, stream.shape[1] - (width - hidden) :]], dim=1)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
         """As in `CpuDecoder`; not used with pipeline stages."""

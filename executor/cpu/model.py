@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm, CpuWeights
 from headrace.executor.models.arch import ArchSpec, RopeSpec
-from headrace.executor.models.blocks import LayerHeld, Linear, Norm
+from headrace.executor.models.blocks import Held, LayerHeld, Linear, Norm, Stream
 from headrace.executor.models.reading import Part
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.executor.parallel.load_balancing import BalancedExperts
@@ -37,6 +38,10 @@ class CpuModel:
     """Experts that may move between ranks."""
     embedding_deltas: EmbeddingTable | None = None
     """None where adapters cannot change the table."""
+    layer_table: PackedLinear | None = None
+    """The table of the spec's stream, for this rank's tokens; of the first stage."""
+    beginning: Held = field(default_factory=dict)
+    """What the beginning of the spec's stream reads; of the first stage."""
 
 
 def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
@@ -60,6 +65,10 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         token_types = weights.matrix(f"{prefix}{names.token_types}.weight", spec.token_types, hidden)
     if place.is_first_stage and width != hidden:
         project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
+    layer_table, beginning = None, dict[str, Any]()
+    if place.is_first_stage and (stream := spec.stream) is not None:
+        layer_table = _layer_table(stream, weights, prefix)
+        beginning = {key: weights.read(each, prefix) for key, each in stream.declare_beginning(spec).items()}
     read: dict[str, LayerHeld] = {}
     layers: list[LayerHeld] = []
     for index in place.layers(spec.num_layers):
@@ -93,7 +102,16 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         nbytes=weights.nbytes,
         balanced=tuple(weights.balanced),
         embedding_deltas=embedding_deltas,
+        layer_table=layer_table,
+        beginning=beginning,
     )
+
+
+def _layer_table(stream: Stream, weights: CpuWeights, prefix: str) -> PackedLinear | None:
+    if (table := stream.table) is None:
+        return None
+    own = weights.place.vocabulary(table.vocab_size) if weights.place.tp_size > 1 else None
+    return weights.table(Part(prefix + table.name, table.vocab_size, own), table.width)
 
 
 def rotary_tables(rope: RopeSpec, num_positions: int) -> Rotary:

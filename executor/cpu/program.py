@@ -19,9 +19,10 @@ from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import NoMixer, Routing, emit_layer, rounded_up
+from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.chunks import growth_at
 from headrace.executor.models.kv_cache import KVCache
-from headrace.executor.models.vocabulary import stream_scale
+from headrace.executor.models.vocabulary import stream_scale, table_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.adapters import MOST_USED
@@ -93,8 +94,8 @@ class WrittenProgram:
     """[max_tokens, embedding width]: where the program writes token embeddings, those of this rank's tokens; None if
     it does not begin with them. Rows with GIVEN_ROW in the place of a token id keep what is in it."""
     hidden: Tensor
-    """[max_tokens, width of the stream] float32: the input of a pipeline stage after the first, and of the next
-    stage."""
+    """[max_tokens, width of the stream before the stage's first layer] float32: the input of a pipeline stage after
+    the first, and, without what the stage's layers remove, of the next stage."""
     states: Tensor  # [max_logits, width] float32: what the head reads; no rows unless steps may ask for them
     logits: Tensor  # [max_logits, vocab_size] float32; no rows where there is no head
     sampling: SampleBuffers  # no rows where there is no head
@@ -127,6 +128,15 @@ class ChosenExperts(NamedTuple):
     weights: Buffer
 
 
+Contribution = Product | ChosenExperts | Buffer
+
+
+def _columns_of(contribution: Contribution) -> int:
+    if isinstance(contribution, Product):
+        return contribution.weight.columns
+    return contribution.stack.hidden if isinstance(contribution, ChosenExperts) else contribution.columns
+
+
 class ProgramOps:
     """`blocks.LayerOps` that write a layer's ops into the program. In the last layer, whatever follows what reads other
     tokens is computed only for tokens whose logits are needed."""
@@ -151,10 +161,13 @@ class ProgramOps:
         self._growths: dict[tuple[int, float, int], Tensor] = {}
         self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
-        self.wide = builder.buffer(spec.hidden_size * (2 if spec.stream is not None else 1), torch.float32)
-        """The hidden values, and beside them the tokens' embeddings where layers read these."""
+        width, first = spec.hidden_size, place.layers(spec.num_layers).start
+        if isinstance(spec.stream, Beside):
+            width = spec.stream.width(first)
+        self._wide = builder.buffer(width, torch.float32)
+        self._beside: Buffer | None = None
         self.tokens = self.at = Stream(
-            hidden=self.wide if spec.stream is None else self.wide.part(0, spec.hidden_size),
+            hidden=self._wide if width == spec.hidden_size else self._wide.part(0, spec.hidden_size),
             normed=builder.buffer(spec.hidden_size, self.inner, own=True),
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
@@ -164,9 +177,18 @@ class ProgramOps:
         """The layer's `LayerState`, if it keeps one."""
         self._is_last = False
 
-    def begin_layer(self, cache: LayerCache, state: LayerState | None, *, is_last: bool, mixes: bool = True) -> None:
-        """is_last: this layer's output goes to the head. mixes: it reads other tokens."""
-        self.cache, self.state, self._is_last = cache, state, is_last
+    def begin_layer(
+        self,
+        cache: LayerCache,
+        state: LayerState | None,
+        *,
+        is_last: bool,
+        mixes: bool = True,
+        beside: Buffer | None = None,
+    ) -> None:
+        """is_last: this layer's output goes to the head. mixes: it reads other tokens. beside: the columns of
+        `LayerOps.beside`."""
+        self.cache, self.state, self._is_last, self._beside = cache, state, is_last, beside
         self._taken.clear()
         if is_last and not mixes:
             self._narrow()
@@ -247,7 +269,8 @@ class ProgramOps:
             x = read
         expert_ids = self.room(routing.num_chosen, torch.int32)
         weights = self.room(routing.num_chosen, torch.float32)
-        self.builder.route(logits, expert_ids, weights, bias=correction, places=stack.places, **routing.options)
+        options = routing.options | {"places": stack.places}
+        self.builder.route(logits, expert_ids, weights, bias=correction, factors=stack.factors, **options)
         return ChosenExperts(stack, x, expert_ids, weights)
 
     def call(self, function: Callable[..., Any], *values: Any) -> Any:
@@ -256,37 +279,61 @@ class ProgramOps:
     def gathered(self, x: Any) -> Any:
         raise NotImplementedError("a program gathers no columns of ranks: the block's why_no_program should say so")
 
-    def total(self, contributions: Sequence[Buffer]) -> Buffer:
-        """The sum over the ranks of one result of `linear`."""
-        (own,) = contributions
+    def total(self, contributions: Sequence[Contribution]) -> Buffer:
+        if self.ranks is None and isinstance(contributions[0], Buffer):
+            return contributions[0]
+        out = self.room(_columns_of(contributions[0]), torch.float32)
         if self.ranks is None:
-            return own
-        parts, out = self.ranks.next_parts(own.columns), self.room(own.columns, torch.float32)
-        self.builder.copy(own, Buffer(parts[self.place.tp_rank], own.rows))
-        rank_sum(self.builder, self.ranks.group, parts, out, add=False)
+            self._write(contributions, out)
+        else:
+            self._write_sum(self.ranks, contributions, out, add=False)
         return out
 
+    def _write_sum(self, ranks: RankBuffers, contributions: Sequence[Contribution], out: Buffer, *, add: bool) -> None:
+        """out = (or, with add, +=) the sum of contributions over the ranks"""
+        parts = ranks.next_parts(out.columns)[:, : len(out.tensor)]
+        self._write(contributions, Buffer(parts[self.place.tp_rank], out.rows))
+        rank_sum(self.builder, ranks.group, parts, out, add=add)
+
+    def sum_rows(self, own: Buffer, out: Buffer) -> None:
+        """out = the sum of `own` over the ranks, of any number of columns."""
+        assert self.ranks is not None, "one rank has nothing to sum"
+        most = self._spec.hidden_size
+        for first in range(0, own.columns, most):
+            span = first, min(most, own.columns - first)
+            self._write_sum(self.ranks, [own.part(*span)], out.part(*span), add=False)
+
     def stream(self) -> Buffer:
-        return self.at.hidden if self._spec.stream is None else self.wide
+        return self.at.hidden
+
+    def beside(self) -> Buffer:
+        assert self._beside is not None, "no layer of another stream asks"
+        return self._beside if self.at is self.tokens else self.narrowed(self._beside, own=False)
+
+    def wide(self) -> Buffer:
+        return self._wide
 
     def normed(self, norm: CpuNorm) -> Buffer:
         self.builder.norm(self.at.hidden, self.at.normed, norm.constants)
         return self.at.normed
 
-    def add(self, contributions: Sequence[Product | ChosenExperts], post_norm: CpuNorm | None = None) -> None:
-        builder, at = self.builder, self.at
+    def add(
+        self, contributions: Sequence[Contribution], post_norm: CpuNorm | None = None, factor: Tensor | None = None
+    ) -> None:
+        at = self.at
         if self.ranks is not None:
-            parts = self.ranks.next_parts(self._spec.hidden_size)[:, : len(at.hidden.tensor)]
-            own = Buffer(parts[self.place.tp_rank], at.hidden.rows)
-            self._write(contributions, own)
             out = at.hidden if post_norm is None else at.delta
-            rank_sum(builder, self.ranks.group, parts, out, add=post_norm is None)
+            self._write_sum(self.ranks, contributions, out, add=post_norm is None)
         elif post_norm is None:
             self._write(contributions, at.hidden, residual=at.hidden)
         else:
             self._write(contributions, at.delta)
         if post_norm is not None:
-            builder.norm(at.delta, at.hidden, post_norm.constants, add=True)
+            self.add_whole(at.delta, post_norm, factor)
+
+    def add_whole(self, value: Buffer, post_norm: CpuNorm, factor: Tensor | None = None) -> None:
+        by = 1.0 if factor is None else float(factor)
+        self.builder.norm(value, self.at.hidden, post_norm.constants, add=True, factor=by)
 
     def norm_stream(self, norm: CpuNorm) -> None:
         self.builder.norm(self.at.hidden, self.at.hidden, norm.constants)
@@ -302,13 +349,14 @@ class ProgramOps:
             self.builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation, deltas=deltas)
             first += weight.columns
 
-    def _write(
-        self, contributions: Sequence[Product | ChosenExperts], out: Buffer, residual: Buffer | None = None
-    ) -> None:
+    def _write(self, contributions: Sequence[Contribution], out: Buffer, residual: Buffer | None = None) -> None:
         """out = sum of contributions [+ residual]"""
         for each in contributions:
             if isinstance(each, Product):
                 self.multiply(each.weight, each.x, out, residual=residual)
+            elif isinstance(each, Buffer):
+                assert residual is None, "a result of `linear` is the only contribution"
+                self.builder.copy(each, out)
             else:
                 self.builder.experts(*each, out, add=residual is not None)
             residual = out
@@ -375,8 +423,12 @@ class ProgramWriter:
             layer = spec.layers[own[index]]
             mixes = not isinstance(layer.mixer, NoMixer)
             state = self._kv_cache.states[index] if self._kv_cache.states else None
-            self._ops.begin_layer(self._layer_cache(index), state, is_last=is_last, mixes=mixes)
-            emit_layer(spec, layer, held, self._ops)
+            beside = self._beside(index)
+            self._ops.begin_layer(self._layer_cache(index), state, is_last=is_last, mixes=mixes, beside=beside)
+            if isinstance(spec.stream, Beside):
+                spec.stream.emit(layer, held, self._ops)
+            else:
+                emit_layer(spec, layer, held, self._ops)
         states, logits = torch.empty(0, spec.hidden_size), torch.empty(0, spec.vocab_size)
         sampling = SampleBuffers(self._runtime, 0, spec.vocab_size)
         output = self._hidden
@@ -390,8 +442,15 @@ class ProgramWriter:
             rank_meet(self._builder, self._ranks.group, output)
         program = self._builder.build(output)
         return WrittenProgram(
-            self._kv_cache, program, self._buffers, embedded, self._ops.wide.tensor, states, logits, sampling
+            self._kv_cache, program, self._buffers, embedded, self._ops.wide().tensor, states, logits, sampling
         )
+
+    def _beside(self, index: int) -> Buffer | None:
+        """The columns beside the hidden values that a layer of this stage reads."""
+        stream, wide, hidden = self._spec.stream, self._ops.wide(), self._spec.hidden_size
+        if not isinstance(stream, Beside) or wide.columns == hidden:
+            return None
+        return wide.part(hidden + index * stream.taken, stream.taken or wide.columns - hidden)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, buffers = self._kv_cache, self._buffers
@@ -431,9 +490,30 @@ class ProgramWriter:
             builder.add_types(model.token_types, self._hidden)
         if model.embedding_norm is not None:
             builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
-        if spec.stream is not None:
-            builder.copy(self._hidden, self._ops.wide.part(spec.hidden_size, spec.hidden_size))
+        if isinstance(spec.stream, Beside):
+            self._begin(spec.stream)
         return own.tensor
+
+    def _begin(self, stream: Beside) -> None:
+        """Writes what is beside the hidden values before the first layer."""
+        model, wide, hidden = self._model, self._ops.wide(), self._spec.hidden_size
+        if wide.columns == hidden:
+            return
+        beside, inputs = wide.part(hidden, wide.columns - hidden), None
+        if (table := stream.table) is not None:
+            assert model.layer_table is not None, "the first stage has the table"
+            inputs, scale = beside, table_scale(table, model.dtype)
+            known = {"vocab_size": self._spec.vocab_size, "known_ids": table.vocab_size}
+            if self._ranks is None:
+                self._builder.embedding(model.layer_table, inputs, scale, **known)
+            else:
+                first_id = self._place.vocabulary(table.vocab_size).start
+                own = self._builder.buffer(table.width, torch.float32)
+                self._builder.embedding(model.layer_table, own, scale, first_id=first_id, **known)
+                self._ops.sum_rows(own, inputs)
+        found = stream.first_beside(self._ops, model.beginning, self._hidden, inputs)
+        if found is not None and found is not beside:
+            self._builder.copy(found, beside)
 
     def _last_states(self, hidden: Buffer, dtype: torch.dtype | None = None) -> Buffer:
         """What the head reads; with dtype, in a buffer of that type for a reader outside the program."""

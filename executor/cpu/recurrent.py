@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
-from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
     convolve_params,
@@ -127,6 +127,19 @@ class CpuGatedNorm:
         kind = "none" if gate is None else declared.activation
         ops.builder.gated_norm(x, gate, self.weight, out, group=declared.group, eps=declared.eps, activation=kind)
         return out
+
+
+@dataclass(frozen=True)
+class CpuAdded:
+    """`Added`."""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Added, prefix: str) -> CpuAdded:
+        return cls()
+
+    def write(self, ops: ProgramOps, x: Buffer, y: Buffer) -> Buffer:
+        ops.builder.add(y, x)
+        return x
 
 
 @dataclass(frozen=True)

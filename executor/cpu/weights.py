@@ -179,7 +179,7 @@ class CpuWeights(CheckedWeights):
         columns = size if own is None else own.stop - own.start
         weight = bias = None
         if declared.affine:
-            weight = self.vector(f"{name}.weight", size, declared.weight_offset, own)
+            weight = self.vector(f"{name}.{declared.weight_name}", size, declared.weight_offset, own)
             bias = self.vector(f"{name}.bias", size, 0.0, own) if declared.bias else None
             weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
         return CpuNorm(Norm(declared.kind, declared.eps, weight, bias), columns)
@@ -241,7 +241,14 @@ class CpuWeights(CheckedWeights):
             deltas = ExpertDeltas.of(gate_ups[0], downs[0], self.slot_limits, None if loads is None else experts)
             self.adapter_tables[prefix + declared.gates[0]] = deltas
         packed = PackedExperts(
-            tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads, deltas=deltas
+            tuple(gate_ups),
+            tuple(downs),
+            declared.activation,
+            biases,
+            places=places,
+            loads=loads,
+            deltas=deltas,
+            factors=None if declared.factors is None else self.values(declared.factors, prefix),
         )
         if places is not None and loads is not None:
             self.note_balanced(packed, places, loads, deltas)

@@ -131,8 +131,12 @@ class LayerTable:
     name: str
     """Relative to the model's prefix, without `.weight`."""
     vocab_size: int
+    """Larger token ids have the row of token 0."""
     width: int
     scale: float
+    """Multiplies the rows; rounded to the model's type, as `ArchSpec.embedding_scale` is."""
+    factor: float = 1.0
+    """Multiplies them, too, not rounded."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Linear, Role, Routing, emit_layer, size_of
+from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.chunks import in_chunks, query_growth
 from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part
@@ -90,7 +91,7 @@ class EagerNorm:
         """Columns of this rank."""
         weight = bias = None
         if declared.affine:
-            weight = weights.vector(f"{name}.weight", self._whole_size, declared.weight_offset, own)
+            weight = weights.vector(f"{name}.{declared.weight_name}", self._whole_size, declared.weight_offset, own)
             bias = weights.vector(f"{name}.bias", self._whole_size, 0.0, own) if declared.bias else None
             weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
         self.eps = declared.eps
@@ -313,9 +314,12 @@ class EagerAttend:
         size = weights.place.tp_size
         head_dim, self.num_heads = declared.head_dim, declared.num_heads // size
         self.head_dim, self.num_kv_heads = head_dim, max(1, declared.num_kv_heads // size)
-        query_norm, key_norm = declared.query_norm, declared.key_norm
-        self.query_norm = None if query_norm is None else EagerNorm(weights, query_norm, prefix)
-        self.key_norm = None if key_norm is None else EagerNorm(weights, key_norm, prefix)
+        query_norm = declared.query_norm
+        self.query_norm, self.key_norm, self._value_norm = (
+            None if norm is None else EagerNorm(weights, norm, prefix)
+            for norm in (query_norm, declared.key_norm, declared.value_norm)
+        )
+        self._keys_are_values = declared.keys_are_values
         self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
         sinks = None if declared.sinks is None else weights.read(declared.sinks, prefix)
         alibi = own_slopes(declared, weights.place, weights.device)
@@ -347,13 +351,18 @@ class EagerAttend:
         )
 
     def __call__(self, qkv: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
-        """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], or [num_tokens, num_heads * head_dim] if the layer
-        only reads the cache -> [num_tokens, num_heads * head_dim]"""
-        num_kv_heads = 0 if self._reads_only else self.num_kv_heads
+        """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], of which some layers have queries, or queries and
+        keys, alone -> [num_tokens, num_heads * head_dim]"""
+        num_keys = 0 if self._reads_only else self.num_kv_heads
+        num_values = 0 if self._keys_are_values else num_keys
         if self._clip is not None:
             qkv = qkv.clamp(-self._clip, self._clip)
-        heads = qkv.view(len(qkv), self.num_heads + 2 * num_kv_heads, self.head_dim)
-        query, key, value = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
+        heads = qkv.view(len(qkv), self.num_heads + num_keys + num_values, self.head_dim)
+        query, key, value = heads.split((self.num_heads, num_keys, num_values), dim=1)
+        if self._keys_are_values:
+            value = key
+        if self._value_norm is not None:
+            value = self._value_norm(value)[0]
         if self._prepare is not None:
             query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
         else:
@@ -474,9 +483,7 @@ class EagerExperts:
             gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
-        if declared.scales is not None:
-            scales = weights.read(declared.scales, prefix)[list(experts)]
-            down *= scales[:, None, None]
+        self._factors = None if declared.factors is None else weights.read(declared.factors, prefix)
         places, self._loads = weights.expert_places(declared)
         self._places = None if places is None else places.to(weights.device)
         self.are_divided = places is not None
@@ -516,6 +523,8 @@ class EagerExperts:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]. keys: `SharedInputs.replica_keys`."""
         expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
+        if self._factors is not None:
+            shares = shares * self._factors[expert_ids]
         return self._computed(x, expert_ids, shares, keys, adapters)
 
     def _computed(
@@ -599,10 +608,11 @@ class EagerLayerOps(EagerOps):
         delta: Tensor | None,
         step: SharedInputs,
         cache: LayerCache,
+        beside: Tensor | None = None,
     ) -> None:
-        """hidden, delta: [num_tokens, hidden]"""
+        """hidden, delta: [num_tokens, hidden]. beside: [num_tokens, columns], of a `Beside`."""
         super().__init__(place, step.replica_keys, step.adapters)
-        self.hidden, self.delta = hidden, delta
+        self.hidden, self.delta, self._beside = hidden, delta, beside
         self._step, self._cache = step, cache
 
     def mix(self, op: Callable[..., Any], *values: Any) -> Any:
@@ -613,17 +623,33 @@ class EagerLayerOps(EagerOps):
             self.hidden, self.delta = self.hidden + self.delta, None
         return self.hidden
 
+    def beside(self) -> Tensor:
+        assert self._beside is not None, "no layer of another stream asks"
+        return self._beside
+
+    def wide(self) -> Tensor:
+        return torch.cat([self.stream(), self.beside()], dim=1)
+
     def normed(self, norm: EagerNorm) -> Any:
         normed, self.hidden = norm(self.hidden, self.delta)
         self.delta = None
         return normed
 
-    def add(self, contributions: Sequence[Any], post_norm: EagerNorm | None = None) -> None:
+    def add(
+        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | None = None
+    ) -> None:
         total = self.total(contributions)
-        if post_norm is not None:
-            total, _ = post_norm(total)
+        if post_norm is None:
+            self.stream()
+            self.delta = total
+        else:
+            self.add_whole(total, post_norm, factor)
+
+    def add_whole(self, value: Tensor, post_norm: EagerNorm, factor: Tensor | None = None) -> None:
         self.stream()
-        self.delta = total
+        self.delta, _ = post_norm(value)
+        if factor is not None:
+            self.hidden = (self.stream() * factor).to(self.hidden.dtype)
 
     def norm_stream(self, norm: EagerNorm) -> None:
         self.hidden, _ = norm(self.hidden, self.delta)
@@ -665,7 +691,10 @@ class FusedOps(EagerLayerOps):
         self.stream()
         return Normed(norm)
 
-    def add(self, contributions: Sequence[Any], post_norm: EagerNorm | None = None) -> None:
+    def add(
+        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | None = None
+    ) -> None:
+        assert post_norm is None, "layers with norms behind their blocks are not fused"
         self.stream()
         for each in contributions:
             if isinstance(each, FusedProduct):
@@ -695,11 +724,21 @@ class Layer:
         # The fused kernels add no adapters: they end with the activation, or have added to the stream.
         fuses = step.adapters is None and len(hidden) <= self._most_fused_rows
         kind = FusedOps if fuses else EagerLayerOps
+        if isinstance(stream := self._spec.stream, Beside):
+            return self._with_beside(stream, hidden, step, cache), None
         ops = kind(self._place, hidden, delta, step, cache)
-        if self._spec.stream is not None:
-            return self._spec.stream.emit_layer(self._layer, self._held, ops, hidden), None
+        if stream is not None:
+            return stream.emit_layer(self._layer, self._held, ops, hidden), None
         emit_layer(self._spec, self._layer, self._held, ops)
         return ops.hidden, ops.delta
+
+    def _with_beside(self, stream: Beside, x: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        """x: the stream -> the stream after this layer"""
+        hidden, columns = x[:, : stream.hidden].contiguous(), x[:, stream.hidden :]
+        own = columns[:, : stream.taken] if stream.taken else columns
+        ops = EagerLayerOps(self._place, hidden, None, step, cache, own)
+        stream.emit(self._layer, self._held, ops)
+        return torch.cat([ops.stream(), columns[:, stream.taken :]], dim=1)
 
     def compute_for_others(self, dtype: torch.dtype) -> None:
         """Computes this rank's experts for tokens of other engine cores, in a step in which this one has none."""

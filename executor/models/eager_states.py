@@ -98,7 +98,8 @@ def gated_lru_params(weights: CheckedWeights, declared: Lru, prefix: str) -> Gat
 
 def gated_norm_weight(weights: CheckedWeights, declared: GatedNorm, prefix: str) -> Tensor:
     own = own_part(declared.weight_size, weights.place)
-    return weights.vector(f"{prefix}{declared.name}.weight", size_of(declared.weight_size), take=own)
+    found = weights.vector(f"{prefix}{declared.name}.weight", size_of(declared.weight_size), take=own)
+    return found * declared.scale
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,15 @@ class EagerOutputGate:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         return self.kernel(x, gate, None, self.declared.group, 0.0, self.declared.activation)
+
+
+class EagerAdded:
+    """`Added`."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
 
 class EagerSum:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.arch import ArchSpec, LayerTable
 from headrace.executor.models.blocks import Stream
 from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
@@ -27,6 +27,11 @@ def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
 def given_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
     """`stream_scale` for embeddings that are given in the place of tokens."""
     return stream_scale(spec, dtype) if spec.scales_given else 1.0 / spec.residual_scale
+
+
+def table_scale(table: LayerTable, dtype: torch.dtype) -> float:
+    """Factor of the rows of a `Stream`'s table."""
+    return float(torch.tensor(table.scale, dtype=dtype)) * table.factor
 
 
 def put_given(hidden: Tensor, given: Sequence[GivenRows], dtype: torch.dtype, scale: float) -> None:
@@ -115,7 +120,7 @@ class EagerStream:
         self._beginning, self._end = dict[str, Any](), dict[str, Any]()
         if weights.place.is_first_stage:
             if (table := stream.table) is not None:
-                self._table_size, scale = table.vocab_size, float(torch.tensor(table.scale, dtype=weights.dtype))
+                self._table_size, scale = table.vocab_size, table_scale(table, weights.dtype)
                 shape = (table.vocab_size, table.width)
                 self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
             self._beginning = {key: weights.read(each, prefix) for key, each in stream.declare_beginning(spec).items()}

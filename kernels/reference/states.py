@@ -228,6 +228,7 @@ GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu": F.gelu,
         "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
         "relu": F.relu,
+        "relu2": lambda values: F.relu(values).square(),
     }
 )
 

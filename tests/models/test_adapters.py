@@ -15,7 +15,7 @@ import quantised_checkpoints as made
 import tiny_models
 import torch
 from model_driver import DictSource, Driver
-from peft_adapters import PeftModels
+from peft_adapters import LINEARS, PeftModels
 from rank_threads import pool_for_each_rank, run_ranks
 from safetensors.torch import load_file, save_file
 from thinned import pairs
@@ -43,8 +43,10 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", target_modules=())
 FAMILIES = (
     *("llama", "llama_biases", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gptj", "gpt_neox", "falcon", "cohere"),
-    *("opt", "glm", "starcoder2"),
+    *("opt", "glm", "starcoder2", "gemma4", "gemma4_experts"),
 )
+IN_LAYERS = {"gemma4": r".*\.layers\..*_(proj|gate|projection)"}
+"""Modules that adapters change, of models with another linear one before the layers."""
 PROMPTS = [[(7 * i + 3 * n) % 90 + 3 for i in range(length)] for n, length in enumerate((37, 5, 21, 9))]
 NEW_TOKENS = 6
 
@@ -81,8 +83,9 @@ def check(answers: Sequence[list[int]], logits: Sequence[Tensor], models: PeftMo
 def test_rows_with_and_without_adapters_in_one_batch_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference(name), tmp_path)
     decoder, slots = make(name, kind)
+    modules = IN_LAYERS.get(name, LINEARS)
     for slot, adapter in ((0, "one"), (3, "two")):
-        slots.load(slot, str(models.make(adapter, seed=slot, r=4 + slot)))
+        slots.load(slot, str(models.make(adapter, seed=slot, r=4 + slot, target_modules=modules)))
     uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(3, 1.0),), (RowAdapter(0, 1.0),))
     answers, logits = Driver(decoder).greedy(PROMPTS, NEW_TOKENS, chunk=16, budget=48, adapters=uses)
     check(answers, logits, models, ("one", "", "two", "one"))
@@ -269,7 +272,7 @@ def test_adapters_of_quantised_models_see_the_inputs_unquantised(case: str, tmp_
     assert float(((logits[0] - expected) ** 2).mean().sqrt() / expected.std()) < bound
 
 
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.mark.parametrize("kind", ["rows", "blocks"])
@@ -360,7 +363,14 @@ def _packed_op_by_op(name: str) -> tuple[Decoder, AdapterSlots]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "program") for name in STACKED), ("qwen2_moe", "eager"), ("qwen2_moe", "op by op")]
+    ("name", "kind"),
+    [
+        *((name, "program") for name in STACKED),
+        ("qwen2_moe", "eager"),
+        ("qwen2_moe", "op by op"),
+        ("gemma4_experts", "eager"),
+        ("gemma4_experts", "program"),
+    ],
 )
 def test_adapters_of_stacked_experts_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference(name), tmp_path)

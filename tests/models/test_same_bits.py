@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 from all_at_once import generate_all_at_once
 from odd_scheduling import KnowingDrafter, PreemptingScheduler
+from tiny_families import FAMILIES as DENSE
 from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_models import TINY_MODELS
 from tiny_recurrent import FAMILIES as RECURRENT
@@ -24,6 +25,9 @@ from headrace.core.schedule.features import drafts
 MODELS = {
     "dense": TINY_MODELS["llama"],
     "windowed": TINY_MODELS["mistral_window"],
+    "inputs of each layer and shared caches": DENSE["gemma4"],
+    "keys as values": DENSE["gemma4_dense"],
+    "experts beside a dense FFN": DENSE["gemma4_experts"],
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

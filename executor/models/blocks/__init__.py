@@ -130,6 +130,8 @@ class Norm(Declared):
     """Whether there is a bias: layer norms only."""
     scale: float = 1.0
     """Multiplies the result."""
+    weight_name: str = "weight"
+    """Follows `name`: `router.scale`."""
 
     @classmethod
     def of(cls, spec: ArchSpec, name: str, size: Dimension) -> Norm:
@@ -145,7 +147,7 @@ class Norm(Declared):
 
     def weights(self) -> Iterator[Weight]:
         if self.affine:
-            yield Weight(f"{self.name}.weight", (self.size,), "norm")
+            yield Weight(f"{self.name}.{self.weight_name}", (self.size,), "norm")
             if self.bias:
                 yield Weight(f"{self.name}.bias", (self.size,), "norm")
 
@@ -189,8 +191,9 @@ class Attend(Declared):
     sliding_window: int | None = None
     soft_cap: float | None = None
     query_norm: Norm | None = None
-    """Norm of each head's query; key_norm likewise."""
+    """Norm of each head's query; key_norm and value_norm likewise."""
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
     sinks: Vector | None = None
     """Attention sinks: one score per head that takes part in the softmax and has no value."""
     alibi: tuple[float, ...] = ()
@@ -208,11 +211,13 @@ class Attend(Declared):
     distance_bias: DistanceBias | None = None
     reads_only: bool = False
     """Whether the layer has queries only and attends to keys and values that another layer writes."""
+    keys_are_values: bool = False
+    """Whether the keys before their norm and rotation are the values before theirs: qkv has query and key heads."""
     whole: bool = False
     """Whether later ops read the results of all tokens even in the last layer."""
 
     def weights(self) -> Iterator[Weight]:
-        for each in (self.query_norm, self.key_norm, self.sinks, self.distance_bias):
+        for each in (self.query_norm, self.key_norm, self.value_norm, self.sinks, self.distance_bias):
             if each is not None:
                 yield from each.weights()
 
@@ -232,12 +237,12 @@ class ExpertStack(Declared):
     inner: Axis
     activation: str
     bias: bool = False
-    scales: Vector | None = None
-    """Multiplies each expert's results, op by op."""
+    factors: Vector | None = None
+    """Multiplies each expert's share of a result."""
 
     def weights(self) -> Iterator[Weight]:
-        if self.scales is not None:
-            yield from self.scales.weights()
+        if self.factors is not None:
+            yield from self.factors.weights()
         for gate, up, down in zip(self.gates, self.ups, self.downs, strict=True):
             yield Weight(f"{gate}.weight", (self.inner, self.hidden), "expert")
             yield Weight(f"{up}.weight", (self.inner, self.hidden), "expert")
@@ -363,7 +368,7 @@ class Ops(Protocol):
         """All-gather: the columns of all ranks side by side. x has this rank's columns."""
 
     def total(self, contributions: Sequence[Value]) -> Value:
-        """All-reduce: the contributions' sum over the ranks. A program sums one result of `linear`."""
+        """All-reduce: the contributions' sum over the ranks. One of them may be a result of `linear`, alone."""
 
 
 class Block:
@@ -499,21 +504,15 @@ class NoMixer(StateMixer):
 
 class Stream:
     """A residual stream with more than one row of hidden values per token. Its `emit_layer` replaces the module's and
-    surrounds both blocks of each layer. It runs op by op, undivided on each rank of a stage. Subclasses are frozen
-    dataclasses of numbers."""
+    surrounds both blocks of each layer. It runs op by op, undivided on each rank of a stage, unless it is a
+    `beside.Beside`. Subclasses are frozen dataclasses of numbers."""
 
     placement: ClassVar[Placement] = "sandwich"
     """The norms that its layers have."""
 
-    beside: ClassVar[bool] = False
-    """Whether the stream is the hidden values with the token's embedding beside them, so that a CPU program computes
-    it: a layer without a norm reads both, and every other op the hidden values alone."""
-
     @property
     def why_no_program(self) -> str:
-        """Why a CPU program cannot compute it, as a sentence."""
-        if self.beside:
-            return ""
+        """Why a CPU program cannot compute it, as a sentence; "" if it can."""
         return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
 
     @property
@@ -619,13 +618,23 @@ class LayerOps(Ops, Protocol):
         """The result of the op of a `Declared` that reads other tokens: eagerly, op(*values, step, cache)."""
 
     def stream(self) -> Value:
-        """The residual stream, not normed."""
+        """The residual stream, not normed; of a `Beside`, the hidden values."""
+
+    def beside(self) -> Value:
+        """Of a `Beside`: the columns beside the hidden values that the layer reads."""
+
+    def wide(self) -> Value:
+        """Of a `Beside`: the hidden values and the columns beside them."""
 
     def normed(self, norm: Any) -> Value:
         """The norm of the stream, which itself does not change."""
 
-    def add(self, contributions: Sequence[Value], post_norm: Any = None) -> None:
-        """stream += the contributions' sum over the ranks, or post_norm of that sum."""
+    def add(self, contributions: Sequence[Value], post_norm: Any = None, factor: Any = None) -> None:
+        """stream += the contributions' sum over the ranks, or post_norm of that sum. factor: a `Vector` of one value,
+        with a post_norm only, by which the stream is then multiplied."""
+
+    def add_whole(self, value: Value, post_norm: Any, factor: Any = None) -> None:
+        """As `add`, of a value that each rank has whole."""
 
     def norm_stream(self, norm: Any) -> None:
         """stream = norm(stream)"""

@@ -10,8 +10,13 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.executor.models.blocks import Declared, LayerHeld, LayerOps, Linear, Norm, Ops, Stream, Value, Vector
-from headrace.executor.models.blocks.dense import Activation
-from headrace.executor.models.blocks.layer_inputs import declared_input, declared_inputs, projected_inputs
+from headrace.executor.models.blocks.gated_norm import GateActivation
+from headrace.executor.models.blocks.layer_inputs import (
+    declared_input,
+    declared_inputs,
+    inputs_table,
+    projected_inputs,
+)
 from headrace.executor.models.blocks.tensor_ops import copied
 
 LEAST_SQUARE = 1e-5
@@ -37,14 +42,13 @@ class AltUp(Stream):
     num_layers: int
     layer_vocab_size: int
     """Number of token ids with per-layer embeddings; larger ids use those of token 0."""
-    activation: Activation
+    activation: GateActivation
     scales_active: bool = True
     """Whether the active row is scaled before it gates the layer's input."""
 
     @property
     def table(self) -> LayerTable:
-        width = self.num_layers * self.input_size
-        return LayerTable("embed_tokens_per_layer", self.layer_vocab_size, width, self.input_size**0.5)
+        return inputs_table(self.layer_vocab_size, self.num_layers, self.input_size)
 
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         hidden, others = self.hidden, range(self.num_rows - 1)
@@ -78,7 +82,7 @@ class AltUp(Stream):
         return found
 
     def begin(self, ops: Ops, held: Mapping[str, Any], embedded: Value, inputs: Value) -> Value:
-        inputs = projected_inputs(ops, held, embedded, inputs, self.input_size)
+        inputs = projected_inputs(ops, held, embedded, inputs)
         return ops.call(self._first, embedded, ops.linear(held["rows"], embedded), inputs)
 
     def end(self, ops: Ops, held: Mapping[str, Any], x: Value) -> Value:
@@ -100,7 +104,7 @@ class AltUp(Stream):
         corrected = ops.call(self._corrected, predicted, activated, shares)
         scale = (own["active_scale"],) if self.scales_active else ()
         gated = ops.linear(own["gate"], ops.call(_scaled, ops.call(_row, corrected, self.active), *scale))
-        added = ops.linear(own["input"], ops.call(self._with_input, gated, x))
+        added = ops.linear(own["input"], ops.compute(own["gating"], ops.call(self._input, x), gated))
         return ops.call(self._next, corrected, ops.norm(own["input_norm"], added), x)
 
     def values_per_token(self) -> int:
@@ -149,10 +153,10 @@ class AltUp(Stream):
         news = activated - predicted[:, self.active]
         return news[:, None] * (shares + 1.0)[:, :, None] + predicted
 
-    def _with_input(self, gated: Value, x: Value) -> Value:
-        """gated [num_tokens, input_size], x: the stream before the layer -> gated * the layer's input"""
+    def _input(self, x: Value) -> Value:
+        """x: the stream before the layer -> the layer's input, [num_tokens, input_size]"""
         first = self.num_rows * self.hidden
-        return gated * x[:, first : first + self.input_size]
+        return x[:, first : first + self.input_size]
 
     def _next(self, corrected: Value, added: Value, x: Value) -> Value:
         """corrected [num_tokens, num_rows, hidden]; added [num_tokens, hidden], for all rows but the first; x: the

@@ -1,4 +1,5 @@
-"""Gates: products with activated values of the same columns, after a norm of groups of columns or without one."""
+"""Gates: products with activated values of the same columns, after a norm of groups of columns or without one; and
+sums."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Literal
 
 from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, size_of
 
-GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu"]
+GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,17 @@ class OutputGate(Declared):
 
     activation: GateActivation
     group: int = 1
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Added(Declared):
+    """compute(x, y): x + y; x itself may be overwritten."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerAdded"
+    program_reader = "headrace.executor.cpu.recurrent:CpuAdded.read"
 
     def weights(self) -> Iterator[Weight]:
         return iter(())
@@ -42,6 +54,8 @@ class GatedNorm(Declared):
     activation: GateActivation = "silu"
     shared: bool = False
     """Whether the weights of one group serve all."""
+    scale: float = 1.0
+    """Multiplies the norm's result."""
 
     @property
     def weight_size(self) -> Dimension:

@@ -3,12 +3,13 @@ experts beside a dense FFN."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.executor.models.blocks import (
+    Axis,
     Declared,
     ExpertStack,
     Held,
@@ -17,17 +18,17 @@ from headrace.executor.models.blocks import (
     Linear,
     Norm,
     Ops,
-    Stream,
     Value,
     Vector,
 )
-from headrace.executor.models.blocks.dense import Activation, Dense
+from headrace.executor.models.blocks.beside import Beside
+from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import Experts
-from headrace.executor.models.blocks.tensor_ops import added, beside, columns, copied
+from headrace.executor.models.blocks.gated_norm import Added, GateActivation, GatedNorm, OutputGate
 
 
 @dataclass(frozen=True)
-class LayerInputs(Stream):
+class LayerInputs(Beside):
     """The stream between layers, per token:
 
         hidden values | the next layer's input | the input of the layer after it | ...
@@ -41,19 +42,13 @@ class LayerInputs(Stream):
     """Size of each layer's input; 0: there are none."""
     layer_vocab_size: int
     """Number of token ids with per-layer embeddings; larger ids use those of token 0."""
-    activation: Activation
-
-    @property
-    def why_no_program(self) -> str:
-        reason = super().why_no_program
-        return reason if self.input_size else "the program multiplies no layer's result by a factor of its own."
+    activation: GateActivation
 
     @property
     def table(self) -> LayerTable | None:
         if not self.input_size:
             return None
-        width = self.num_layers * self.input_size
-        return LayerTable("embed_tokens_per_layer", self.layer_vocab_size, width, self.input_size**0.5)
+        return inputs_table(self.layer_vocab_size, self.num_layers, self.input_size)
 
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return declared_inputs(spec, self.num_layers, self.input_size) if self.input_size else {}
@@ -65,37 +60,25 @@ class LayerInputs(Stream):
         return self.hidden + (self.num_layers - num_layers) * self.input_size
 
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        found: dict[str, Declared] = {"scale": Vector("layer_scalar", 1)}
+        found: dict[str, Declared] = {"factor": Vector("layer_scalar", 1)}
         if self.input_size:
             found |= declared_input(spec, self.input_size, self.activation)
         return found
 
-    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
-        if inputs is None:
-            return embedded
-        return ops.call(beside, embedded, projected_inputs(ops, held, embedded, inputs, self.input_size))
+    def first_beside(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value | None:
+        return None if inputs is None else projected_inputs(ops, held, embedded, inputs)
 
-    def end(self, ops: Ops, held: Held, x: Value) -> Value:
-        return x
-
-    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
+    def emit(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
         own, norms = held.stream, held.norms
-        stream = ops.call(columns, x, 0, self.hidden)
-        mixed = ops.total(layer.mixer.emit(ops, held.mixer, ops.norm(norms["mixer"], ops.call(copied, stream))))
-        stream = ops.call(added, stream, ops.norm(norms["mixer_post"], mixed))
-        normed = ops.norm(norms["ffn"], ops.call(copied, stream))
+        ops.add(layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"])), norms["mixer_post"])
+        normed, factor = ops.normed(norms["ffn"]), None if self.input_size else own["factor"]
         if isinstance(layer.ffn, DenseBesideExperts):
-            computed = layer.ffn.results(ops, held.ffn, normed, stream)
+            ops.add_whole(layer.ffn.results(ops, held.ffn, normed), norms["ffn_post"], factor)
         else:
-            computed = ops.total(layer.ffn.emit(ops, held.ffn, normed))
-        stream = ops.call(added, stream, ops.norm(norms["ffn_post"], computed))
-        if not self.input_size:
-            return ops.call(_scaled, stream, own["scale"])
-        given = ops.call(columns, x, self.hidden, self.hidden + self.input_size)
-        gated = ops.call(_product, ops.linear(own["gate"], stream), given)
-        of_input = ops.norm(own["input_norm"], ops.linear(own["input"], gated))
-        result = ops.call(_scaled, ops.call(added, stream, of_input), own["scale"])
-        return ops.call(beside, result, ops.call(columns, x, self.hidden + self.input_size, None))
+            ops.add(layer.ffn.emit(ops, held.ffn, normed), norms["ffn_post"], factor)
+        if self.input_size:
+            gated = ops.compute(own["gating"], ops.beside(), ops.linear(own["gate"], ops.stream()))
+            ops.add_whole(ops.linear(own["input"], gated), own["input_norm"], own["factor"])
 
     def values_per_token(self) -> int:
         """The stream before and after a layer with its per-layer inputs, and the rows that its norms copy."""
@@ -117,27 +100,22 @@ class DenseBesideExperts(Experts):
         found = dict(super().declare(spec))
         stack = found["experts"]
         assert isinstance(stack, ExpertStack)
-        found["experts"] = replace(stack, scales=Vector("router.per_expert_scale", self.num_experts))
-        found["router_norm"] = replace(Norm.of(spec, "router.norm", spec.hidden_size), affine=False)
-        found["router_scale"] = Vector("router.scale", spec.hidden_size)
+        found["experts"] = replace(stack, factors=Vector("router.per_expert_scale", self.num_experts))
+        router_norm = Norm.of(spec, "router", spec.hidden_size)
+        found["router_norm"] = replace(router_norm, weight_name="scale", scale=spec.hidden_size**-0.5)
         for key, name in (("norm", "pre_feedforward_layernorm_2"), ("post_norm", "post_feedforward_layernorm_2")):
             found[key] = Norm.of(spec, name, spec.hidden_size)
         found["dense_post_norm"] = Norm.of(spec, "post_feedforward_layernorm_1", spec.hidden_size)
+        found["sum"] = Added()
         return found | {f"dense_{key}": each for key, each in self.dense.declare(spec).items()}
 
-    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
-        return [self.results(ops, held, x, x)]
-
-    def results(self, ops: Ops, held: Held, normed: Any, stream: Any) -> Any:
+    def results(self, ops: LayerOps, held: Held, normed: Value) -> Value:
         """normed: the stream after the norm of the dense FFN -> the sum over the ranks, [num_tokens, hidden]"""
         plain = {key: held[f"dense_{key}"] for key in ("up", "down")}
         dense = ops.norm(held["dense_post_norm"], ops.total(self.dense.emit(ops, plain, normed)))
-        scored = ops.norm(held["router_norm"], ops.call(copied, stream))
-        scored = ops.call(_scaled, scored, held["router_scale"] * stream.shape[-1] ** -0.5)
-        read = ops.norm(held["norm"], ops.call(copied, stream))
-        logits = ops.linear(held["router"], scored)
-        routed = ops.total([ops.experts(held["experts"], read, logits, self.routing)])
-        return ops.call(added, dense, ops.norm(held["post_norm"], routed))
+        logits = ops.linear(held["router"], ops.normed(held["router_norm"]))
+        routed = ops.total([self.routed(ops, held, ops.normed(held["norm"]), logits)])
+        return ops.compute(held["sum"], dense, ops.norm(held["post_norm"], routed))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Self:
         return replace(super().for_ranks(tp_size, inner_block), dense=self.dense.for_ranks(tp_size, inner_block))
@@ -148,39 +126,43 @@ class DenseBesideExperts(Experts):
     def problem(self) -> str:
         return super().problem() or self.dense.problem()
 
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no experts beside a dense FFN."
+
+def inputs_table(vocab_size: int, num_layers: int, input_size: int) -> LayerTable:
+    """Of each token's own inputs of all layers."""
+    return LayerTable("embed_tokens_per_layer", vocab_size, num_layers * input_size, input_size**0.5, 2**-0.5)
 
 
 def declared_inputs(spec: ArchSpec, num_layers: int, input_size: int) -> dict[str, Declared]:
     """What `projected_inputs` reads."""
+    width, eps = num_layers * input_size, Norm.of(spec, "per_layer_projection_norm", input_size).eps
     return {
-        "inputs": Linear((("per_layer_model_projection", num_layers * input_size),), spec.hidden_size),
-        "inputs_norm": Norm.of(spec, "per_layer_projection_norm", input_size),
+        "inputs": Linear((("per_layer_model_projection", width),), spec.hidden_size),
+        # Of a projection that is divided by the root of its columns first.
+        "inputs_norm": GatedNorm(
+            "per_layer_projection_norm",
+            Axis(width),
+            input_size,
+            eps * spec.hidden_size,
+            shared=True,
+            scale=2**-0.5,
+        ),
+        "inputs_sum": Added(),
     }
 
 
-def projected_inputs(ops: Ops, held: Held, embedded: Value, inputs: Value, input_size: int) -> Value:
-    """All layers' inputs, [num_tokens, num_layers * input_size]: each token's own, `inputs`, and a projection of its
-    embedding, normed by layer."""
-    projected = ops.linear(held["inputs"], embedded)
-    projected = ops.call(lambda x: (x * embedded.shape[-1] ** -0.5).reshape(-1, input_size), projected)
-    normed = ops.norm(held["inputs_norm"], projected)
-    return ops.call(lambda x: (x.view(inputs.shape) + inputs) * 2**-0.5, normed)
+def projected_inputs(ops: Ops, held: Held, embedded: Value, inputs: Value) -> Value:
+    """All layers' inputs, [num_tokens, num_layers * input_size]: each token's own, `inputs`, plus a projection of its
+    embedding, normed by layer. Each is multiplied by 1/sqrt(2), to keep the sum's magnitude."""
+    return ops.compute(
+        held["inputs_sum"], inputs, ops.compute(held["inputs_norm"], ops.linear(held["inputs"], embedded))
+    )
 
 
-def declared_input(spec: ArchSpec, input_size: int, activation: Activation) -> dict[str, Declared]:
+def declared_input(spec: ArchSpec, input_size: int, activation: GateActivation) -> dict[str, Declared]:
     """What a layer reads to add its input to the stream."""
     return {
-        "gate": Linear((("per_layer_input_gate", input_size),), spec.hidden_size, activation=activation),
+        "gate": Linear((("per_layer_input_gate", input_size),), spec.hidden_size),
+        "gating": OutputGate(activation),
         "input": Linear((("per_layer_projection", spec.hidden_size),), input_size),
         "input_norm": Norm.of(spec, "post_per_layer_input_norm", spec.hidden_size),
     }
-
-
-def _product(x: Value, y: Value) -> Value:
-    return x * y
-
-
-def _scaled(x: Value, scale: Value) -> Value:
-    return (x * scale).to(x.dtype)

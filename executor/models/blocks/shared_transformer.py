@@ -18,14 +18,13 @@ from headrace.executor.models.blocks import (
     Linear,
     Norm,
     Ops,
-    Stream,
     Value,
     Weight,
     rounded_up,
 )
+from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.blocks.dense import Activation
 from headrace.executor.models.blocks.parallel import AttentionAndState
-from headrace.executor.models.blocks.tensor_ops import beside
 
 AT = "shared_transformer"
 
@@ -180,11 +179,10 @@ class SharedTransformer(AttentionAndState):
 
 
 @dataclass(frozen=True)
-class BesideEmbedding(Stream):
-    """Hidden values, and beside them the token's embedding, which no layer changes."""
+class BesideEmbedding(Beside):
+    """Hidden values, and beside them the token's embedding. A layer without a norm reads both."""
 
     placement = "pre"
-    beside = True
 
     hidden: int
 
@@ -204,17 +202,12 @@ class BesideEmbedding(Stream):
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return {}
 
-    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
-        return ops.call(beside, embedded, embedded)
+    def first_beside(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
+        return embedded
 
-    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
-        read = x
-        if "mixer" in held.norms:
-            read = ops.norm(held.norms["mixer"], ops.call(_first, x))
-        return ops.call(_added, x, ops.total(layer.mixer.emit(ops, held.mixer, read)))
-
-    def end(self, ops: Ops, held: Held, x: Value) -> Value:
-        return ops.call(_first, x)
+    def emit(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
+        read = ops.normed(held.norms["mixer"]) if "mixer" in held.norms else ops.wide()
+        ops.add(layer.mixer.emit(ops, held.mixer, read))
 
     def values_per_token(self) -> int:
         return 8 * self.hidden
@@ -222,12 +215,3 @@ class BesideEmbedding(Stream):
 
 def _of_ffn(index: int) -> str:
     return f"feed_forward.gate_up_proj_adapter_list.{index}"
-
-
-def _first(x: Value) -> Value:
-    return x[:, : x.shape[-1] // 2].clone()
-
-
-def _added(x: Value, y: Value) -> Value:
-    x[:, : y.shape[-1]] += y
-    return x

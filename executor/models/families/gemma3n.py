@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
-from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, LayerOps, Linear, Ops, rounded_up
+from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, Linear, Norm, Ops, rounded_up
 from headrace.executor.models.blocks.altup import AltUp
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
@@ -69,33 +69,23 @@ class ValueNormAttention(Attention):
     another layer's cache."""
 
     reads_only: bool = False
+    keys_are_values: bool = False
+    """Whether the values are the keys, before their norm and rotation."""
     eps: float = 1e-6
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        found = dict(super().declare(spec))
-        if not self.reads_only:
-            return found
-        queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
-        attend = found["attend"]
+        names, attend = spec.names, (found := dict(super().declare(spec)))["attend"]
         assert isinstance(attend, Attend)
-        found["attend"] = replace(attend, key_norm=None, reads_only=True)
-        return found | {"qkv": Linear(((spec.names.query, queries),), spec.hidden_size, self.bias)}
-
-    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        qkv = ops.linear(held["qkv"], x)
-        if not self.reads_only:
-            qkv = ops.call(self.with_normed_values, qkv, held["attend"].num_kv_heads)
-        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program norms no values."
-
-    def with_normed_values(self, qkv: Any, num_kv_heads: int) -> Any:
-        """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of a rank; its values are normed in place."""
-        values = qkv.unflatten(-1, (-1, self.head_dim))[:, -num_kv_heads:]
-        wide = values.float()
-        values.copy_(wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt())
-        return qkv
+        queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
+        keys = Axis(self.num_kv_heads * self.head_dim, unit=self.head_dim)
+        if self.reads_only:
+            found["attend"] = replace(attend, key_norm=None, reads_only=True)
+            return found | {"qkv": Linear(((names.query, queries),), spec.hidden_size, self.bias)}
+        norm = Norm("self_attn.v_norm", self.head_dim, "rms", self.eps, 0.0, affine=False)
+        found["attend"] = replace(attend, value_norm=norm, keys_are_values=self.keys_are_values)
+        if not self.keys_are_values:
+            return found
+        return found | {"qkv": Linear(((names.query, queries), (names.key, keys)), spec.hidden_size, self.bias)}
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@ values may be its keys, and in one model experts beside each dense FFN. Text onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, StackedExperts
-from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, LayerOps, Linear, Routing
+from headrace.executor.models.blocks import Ffn, Routing
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.layer_inputs import DenseBesideExperts, LayerInputs
@@ -49,34 +48,6 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 STACKED = StackedExperts("experts.gate_up_proj", "experts.down_proj")
-
-
-@dataclass(frozen=True)
-class KeyValueAttention(ValueNormAttention):
-    """`ValueNormAttention` whose values are its keys, before their norm and rotation."""
-
-    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        found, names = super().declare(spec), spec.names
-        if self.reads_only:
-            return found
-        queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
-        keys = Axis(self.num_kv_heads * self.head_dim, unit=self.head_dim)
-        both = Linear(((names.query, queries), (names.key, keys)), spec.hidden_size, self.bias)
-        return dict(found) | {"qkv": both}
-
-    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        if self.reads_only:
-            return super().emit(ops, held, x)
-        heads = held["attend"].num_kv_heads
-        qkv = ops.call(_with_keys_again, ops.linear(held["qkv"], x), heads * self.head_dim)
-        qkv = ops.call(self.with_normed_values, qkv, heads)
-        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
-
-
-def _with_keys_again(qk: Any, size: int) -> Any:
-    from torch import cat  # families are also imported where torch is not installed
-
-    return cat([qk, qk[:, -size:]], dim=-1)
 
 
 def build(config: Config) -> ArchSpec:
@@ -153,7 +124,7 @@ def _mixers(text: Config, types: Sequence[str]) -> list[ValueNormAttention]:
             sliding_window=None if is_full else integer(text, "sliding_window"),
             qk_norm="head",
         )
-        found.append((KeyValueAttention if same and is_full else ValueNormAttention)(**vars(plain)))
+        found.append(ValueNormAttention(**vars(plain), keys_are_values=same and is_full))
     return found
 
 

@@ -1,0 +1,40 @@
+"""A residual stream of one row of hidden values per token, with columns beside them that layers read and leave as they
+are. A CPU program computes it, too."""
+
+from __future__ import annotations
+
+from headrace.executor.models.arch import LayerSpec
+from headrace.executor.models.blocks import Held, LayerHeld, LayerOps, Ops, Stream, Value
+from headrace.executor.models.blocks.tensor_ops import beside, columns
+
+
+class Beside(Stream):
+    """hidden values | the columns beside them. A layer's ops are emitted as those of a model without a stream, by
+    `emit`, whose `LayerOps` have the hidden values as their stream."""
+
+    hidden: int
+
+    @property
+    def why_no_program(self) -> str:
+        return ""
+
+    @property
+    def taken(self) -> int:
+        """How many of the columns beside the hidden values, the first ones, each layer reads and removes; 0: every
+        layer reads all, and none removes any."""
+        return self.width(0) - self.width(1)
+
+    def first_beside(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value | None:
+        """What is beside the hidden values before the first layer, from what `begin` is given; None: nothing is."""
+        raise NotImplementedError
+
+    def emit(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
+        """Emits a layer's ops."""
+        raise NotImplementedError
+
+    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value | None) -> Value:
+        found = self.first_beside(ops, held, embedded, inputs)
+        return embedded if found is None else ops.call(beside, embedded, found)
+
+    def end(self, ops: Ops, held: Held, x: Value) -> Value:
+        return ops.call(columns, x, 0, self.hidden)
