@@ -403,6 +403,8 @@ def test_parts_of_a_buffer_are_written_without_a_barrier_between_them_and_read_a
     builder.activation_multiply(joined, out, "silu")
     builder.linear(pack(torch.randn(8, 16), runtime_=model.runtime), x, joined.part(16, 8))
     assert [op.barrier_before for op in builder._many.ops] == [0, 0, 1, 1]
+    right = joined.part(12, 12)
+    assert right.part(4, 8).span == joined.part(16, 8).span, "a part of a part"
     with pytest.raises(ValueError, match=r"columns \[16, 25\) are no part of a shared buffer of 24"):
         joined.part(16, 9)
 

@@ -84,7 +84,8 @@ OF_NO_EFFECT = {
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},
-    "gemma4_experts": {"use_double_wide_mlp"},  # no layer reads the cache of another
+    "gemma4_dense": {"use_double_wide_mlp"},  # no layer reads the cache of another
+    "gemma4_experts": {"use_double_wide_mlp"},
     "step3p5": {"rope_theta", "partial_rotary_factors"},  # the last ones are those of a layer that is not run
     "cohere2_moe": {"norm_topk_prob"},  # of sigmoids alone
     "exaone4_full": {"sliding_window_pattern"},  # there is no window

@@ -48,7 +48,7 @@ class Buffer:
         written without a barrier between them."""
         if self.copies is not None or not 0 <= first < first + columns <= self.columns:
             raise ValueError(f"columns [{first}, {first + columns}) are no part of a shared buffer of {self.columns}.")
-        return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self)
+        return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self.whole or self)
 
     def of_logits(self, most: int) -> Buffer:
         """The same memory with one row per row of logits, at most `most`."""
