@@ -273,8 +273,11 @@ class CpuDecoderPart(CpuDecoder):
         """What the stage's layers have left of the columns beside the hidden values, with these."""
         if not isinstance(self.spec.stream, Beside):
             return stream
-        hidden, width = self.spec.hidden_size, self.spec.stream.width(self._place.layers(self.spec.num_layers).stop)
-        return torch.cat([stream[:, :hidden], stream[:, stream.shape[1] - (width - hidden) :]], dim=1)
+        own, width = (
+            self.spec.stream.width_of_rows,
+            self.spec.stream.width(self._place.layers(self.spec.num_layers).stop),
+        )
+        return torch.cat([stream[:, :own], stream[:, stream.shape[1] - (width - own) :]], dim=1)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
         """As in `CpuDecoder`; not used with pipeline stages."""

@@ -42,6 +42,8 @@ class CpuModel:
     """The table of the spec's stream, for this rank's tokens; of the first stage."""
     beginning: Held = field(default_factory=dict)
     """What the beginning of the spec's stream reads; of the first stage."""
+    end: Held = field(default_factory=dict)
+    """Likewise, of the last stage."""
 
 
 def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
@@ -65,10 +67,12 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         token_types = weights.matrix(f"{prefix}{names.token_types}.weight", spec.token_types, hidden)
     if place.is_first_stage and width != hidden:
         project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
-    layer_table, beginning = None, dict[str, Any]()
+    layer_table, beginning, end = None, dict[str, Any](), dict[str, Any]()
     if place.is_first_stage and (stream := spec.stream) is not None:
         layer_table = _layer_table(stream, weights, prefix)
         beginning = {key: weights.read(each, prefix) for key, each in stream.declare_beginning(spec).items()}
+    if place.is_last_stage and spec.stream is not None:
+        end = {key: weights.read(each, prefix) for key, each in spec.stream.declare_end(spec).items()}
     read: dict[str, LayerHeld] = {}
     layers: list[LayerHeld] = []
     for index in place.layers(spec.num_layers):
@@ -104,6 +108,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         embedding_deltas=embedding_deltas,
         layer_table=layer_table,
         beginning=beginning,
+        end=end,
     )
 
 

@@ -161,13 +161,14 @@ class ProgramOps:
         self._growths: dict[tuple[int, float, int], Tensor] = {}
         self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
-        width, first = spec.hidden_size, place.layers(spec.num_layers).start
+        width = own_width = spec.hidden_size
         if isinstance(spec.stream, Beside):
-            width = spec.stream.width(first)
+            width, own_width = spec.stream.width(place.layers(spec.num_layers).start), spec.stream.width_of_rows
         self._wide = builder.buffer(width, torch.float32)
         self._beside: Buffer | None = None
+        self._rows = self._wide if width == own_width else self._wide.part(0, own_width)
         self.tokens = self.at = Stream(
-            hidden=self._wide if width == spec.hidden_size else self._wide.part(0, spec.hidden_size),
+            hidden=self._rows if own_width == spec.hidden_size else builder.buffer(spec.hidden_size, torch.float32),
             normed=builder.buffer(spec.hidden_size, self.inner, own=True),
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
@@ -245,6 +246,11 @@ class ProgramOps:
         self.builder.gather(x, wanted)
         return wanted
 
+    def as_rows_of(self, x: Buffer, other: Buffer) -> Buffer:
+        """`other`, without the rows that x lacks: of those the last attention has kept the ones alone whose logits are
+        needed."""
+        return other if x.rows == other.rows else self.narrowed(other, own=False)
+
     def _narrow(self) -> None:
         """From here on, ops compute only rows whose logits are needed, and may be computed again for other rows: what
         they read of all tokens stays unchanged."""
@@ -277,7 +283,12 @@ class ProgramOps:
         raise NotImplementedError(f"a program cannot call {function}: the block's why_no_program should say so")
 
     def gathered(self, x: Any) -> Any:
-        raise NotImplementedError("a program gathers no columns of ranks: the block's why_no_program should say so")
+        if self.ranks is not None:
+            raise NotImplementedError("a program gathers no columns of ranks: the block's why_no_program should say so")
+        return x
+
+    def columns(self, x: Buffer, first: int, count: int) -> Buffer:
+        return x.part(first, count)
 
     def total(self, contributions: Sequence[Contribution]) -> Buffer:
         if self.ranks is None and isinstance(contributions[0], Buffer):
@@ -306,6 +317,20 @@ class ProgramOps:
     def stream(self) -> Buffer:
         return self.at.hidden
 
+    def replace(self, value: Buffer) -> None:
+        if value is not self.at.hidden:
+            self.builder.copy(value, self.at.hidden)
+
+    def rows(self) -> Buffer:
+        """The rows of a `Beside`, of all tokens or, after the last layer, of those whose logits are needed."""
+        return self._rows
+
+    def put_rows(self, rows: Buffer) -> None:
+        if rows.rows == self._rows.rows:
+            self.builder.copy(rows, self._rows)
+        else:
+            self._rows = rows
+
     def beside(self) -> Buffer:
         assert self._beside is not None, "no layer of another stream asks"
         return self._beside if self.at is self.tokens else self.narrowed(self._beside, own=False)
@@ -318,7 +343,10 @@ class ProgramOps:
         return self.at.normed
 
     def add(
-        self, contributions: Sequence[Contribution], post_norm: CpuNorm | None = None, factor: Tensor | None = None
+        self,
+        contributions: Sequence[Contribution],
+        post_norm: CpuNorm | None = None,
+        factor: Tensor | float | None = None,
     ) -> None:
         at = self.at
         if self.ranks is not None:
@@ -331,7 +359,7 @@ class ProgramOps:
         if post_norm is not None:
             self.add_whole(at.delta, post_norm, factor)
 
-    def add_whole(self, value: Buffer, post_norm: CpuNorm, factor: Tensor | None = None) -> None:
+    def add_whole(self, value: Buffer, post_norm: CpuNorm, factor: Tensor | float | None = None) -> None:
         by = 1.0 if factor is None else float(factor)
         self.builder.norm(value, self.at.hidden, post_norm.constants, add=True, factor=by)
 
@@ -431,12 +459,15 @@ class ProgramWriter:
                 emit_layer(spec, layer, held, self._ops)
         states, logits = torch.empty(0, spec.hidden_size), torch.empty(0, spec.vocab_size)
         sampling = SampleBuffers(self._runtime, 0, spec.vocab_size)
-        output = self._hidden
+        output = self._ops.rows()
+        last = self._ops.at.hidden
+        if place.is_last_stage and isinstance(spec.stream, Beside) and spec.stream.rows > 1:
+            last = spec.stream.last_row(self._ops, self._model.end, self._ops.rows())
         if place.is_last_stage and self._limits.pools:
-            output = self._last_states(self._ops.at.hidden, torch.float32)
+            output = self._last_states(last, torch.float32)
             states = output.tensor
         if place.is_last_stage and spec.has_head:
-            output = self._logits(self._last_states(self._ops.at.hidden))
+            output = self._logits(self._last_states(last))
             logits, sampling = output.tensor, self._builder.sample(output)
         elif self._ranks is not None:
             rank_meet(self._builder, self._ranks.group, output)
@@ -447,10 +478,10 @@ class ProgramWriter:
 
     def _beside(self, index: int) -> Buffer | None:
         """The columns beside the hidden values that a layer of this stage reads."""
-        stream, wide, hidden = self._spec.stream, self._ops.wide(), self._spec.hidden_size
-        if not isinstance(stream, Beside) or wide.columns == hidden:
+        stream, wide, first = self._spec.stream, self._ops.wide(), self._ops.rows().columns
+        if not isinstance(stream, Beside) or wide.columns == first:
             return None
-        return wide.part(hidden + index * stream.taken, stream.taken or wide.columns - hidden)
+        return wide.part(first + index * stream.taken, stream.taken or wide.columns - first)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, buffers = self._kv_cache, self._buffers
@@ -495,11 +526,13 @@ class ProgramWriter:
         return own.tensor
 
     def _begin(self, stream: Beside) -> None:
-        """Writes what is beside the hidden values before the first layer."""
-        model, wide, hidden = self._model, self._ops.wide(), self._spec.hidden_size
-        if wide.columns == hidden:
+        """Writes the rows before the first layer and what is beside them."""
+        model, wide, first = self._model, self._ops.wide(), self._ops.rows().columns
+        if stream.rows > 1:
+            self._ops.put_rows(stream.first_rows(self._ops, model.beginning, self._hidden))
+        if wide.columns == first:
             return
-        beside, inputs = wide.part(hidden, wide.columns - hidden), None
+        beside, inputs = wide.part(first, wide.columns - first), None
         if (table := stream.table) is not None:
             assert model.layer_table is not None, "the first stage has the table"
             inputs, scale = beside, table_scale(table, model.dtype)

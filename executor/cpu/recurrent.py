@@ -133,12 +133,14 @@ class CpuGatedNorm:
 class CpuAdded:
     """`Added`."""
 
+    scale: float
+
     @classmethod
     def read(cls, weights: CpuWeights, declared: Added, prefix: str) -> CpuAdded:
-        return cls()
+        return cls(declared.scale)
 
     def write(self, ops: ProgramOps, x: Buffer, y: Buffer) -> Buffer:
-        ops.builder.add(y, x)
+        ops.builder.add(ops.as_rows_of(x, y), x, self.scale)
         return x
 
 
@@ -187,8 +189,7 @@ class CpuOutputGate:
         return cls(declared)
 
     def write(self, ops: ProgramOps, x: Buffer, gate: Buffer) -> Buffer:
-        if x.rows != gate.rows:  # of x, the last attention has kept the rows alone whose logits are needed
-            gate = ops.narrowed(gate, own=False)
+        gate = ops.as_rows_of(x, gate)
         out = ops.room(x.columns, ops.inner)
         group = x.columns // gate.columns if self.declared.group > 1 else x.columns
         ops.builder.gated_norm(x, gate, None, out, group=group, activation=self.declared.activation)

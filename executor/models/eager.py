@@ -577,6 +577,9 @@ class EagerOps:
         parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
         return exchange.own_sum(parts)
 
+    def columns(self, x: Tensor, first: int, count: int) -> Tensor:
+        return x[:, first : first + count].contiguous()
+
     def call(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         return function(*values)
 
@@ -609,10 +612,11 @@ class EagerLayerOps(EagerOps):
         step: SharedInputs,
         cache: LayerCache,
         beside: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> None:
-        """hidden, delta: [num_tokens, hidden]. beside: [num_tokens, columns], of a `Beside`."""
+        """hidden, delta: [num_tokens, hidden]. beside and rows: [num_tokens, columns], of a `Beside`."""
         super().__init__(place, step.replica_keys, step.adapters)
-        self.hidden, self.delta, self._beside = hidden, delta, beside
+        self.hidden, self.delta, self._beside, self._rows = hidden, delta, beside, rows
         self._step, self._cache = step, cache
 
     def mix(self, op: Callable[..., Any], *values: Any) -> Any:
@@ -622,6 +626,16 @@ class EagerLayerOps(EagerOps):
         if self.delta is not None:
             self.hidden, self.delta = self.hidden + self.delta, None
         return self.hidden
+
+    def replace(self, value: Tensor) -> None:
+        self.hidden, self.delta = value, None
+
+    def rows(self) -> Tensor:
+        assert self._rows is not None, "no layer of another stream asks"
+        return self._rows
+
+    def put_rows(self, rows: Tensor) -> None:
+        self._rows = rows
 
     def beside(self) -> Tensor:
         assert self._beside is not None, "no layer of another stream asks"
@@ -636,7 +650,7 @@ class EagerLayerOps(EagerOps):
         return normed
 
     def add(
-        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | None = None
+        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | float | None = None
     ) -> None:
         total = self.total(contributions)
         if post_norm is None:
@@ -645,7 +659,7 @@ class EagerLayerOps(EagerOps):
         else:
             self.add_whole(total, post_norm, factor)
 
-    def add_whole(self, value: Tensor, post_norm: EagerNorm, factor: Tensor | None = None) -> None:
+    def add_whole(self, value: Tensor, post_norm: EagerNorm, factor: Tensor | float | None = None) -> None:
         self.stream()
         self.delta, _ = post_norm(value)
         if factor is not None:
@@ -692,7 +706,7 @@ class FusedOps(EagerLayerOps):
         return Normed(norm)
 
     def add(
-        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | None = None
+        self, contributions: Sequence[Any], post_norm: EagerNorm | None = None, factor: Tensor | float | None = None
     ) -> None:
         assert post_norm is None, "layers with norms behind their blocks are not fused"
         self.stream()
@@ -734,11 +748,12 @@ class Layer:
 
     def _with_beside(self, stream: Beside, x: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         """x: the stream -> the stream after this layer"""
-        hidden, columns = x[:, : stream.hidden].contiguous(), x[:, stream.hidden :]
+        width = stream.width_of_rows
+        rows, columns = x[:, :width].contiguous(), x[:, width:]
         own = columns[:, : stream.taken] if stream.taken else columns
-        ops = EagerLayerOps(self._place, hidden, None, step, cache, own)
+        ops = EagerLayerOps(self._place, rows, None, step, cache, own, rows)
         stream.emit(self._layer, self._held, ops)
-        return torch.cat([ops.stream(), columns[:, stream.taken :]], dim=1)
+        return torch.cat([ops.stream() if stream.rows == 1 else ops.rows(), columns[:, stream.taken :]], dim=1)
 
     def compute_for_others(self, dtype: torch.dtype) -> None:
         """Computes this rank's experts for tokens of other engine cores, in a step in which this one has none."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
 from headrace.executor.models.blocks.gated_lru import Lru
-from headrace.executor.models.blocks.gated_norm import GatedNorm, OutputGate
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SparseGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -24,7 +24,7 @@ from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
 from headrace.kernels.reference.rotary_cache import LayerCache
 from headrace.kernels.reference.selective import SelectiveParams
-from headrace.kernels.reference.states import ConvolveParams, ScanParams
+from headrace.kernels.reference.states import GATES, ConvolveParams, ScanParams
 
 
 def convolve_params(weights: CheckedWeights, declared: Convolve, prefix: str) -> ConvolveParams:
@@ -120,10 +120,25 @@ class EagerOutputGate:
 class EagerAdded:
     """`Added`."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, weights: EagerWeights, declared: Added, prefix: str) -> None:
+        self._scale = declared.scale
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+        return torch.add(x, y, alpha=self._scale)
+
+
+class EagerSparseGate:
+    """`SparseGate`."""
+
+    def __init__(self, weights: EagerWeights, declared: SparseGate, prefix: str) -> None:
+        self._declared = declared
+
+    def __call__(self, gate: Tensor, whole: Tensor, up: Tensor) -> Tensor:
+        declared = self._declared
+        counted = whole[:, : declared.num_counted].float()
+        lowest = counted.mean(-1, keepdim=True) + declared.cutoff * counted.std(-1, keepdim=True, correction=0)
+        above = (gate.float() - lowest).relu().to(gate.dtype)
+        return GATES[declared.activation](above) * up
 
 
 class EagerSum:

@@ -26,6 +26,13 @@ from headrace.kernels.cpu.ops import MOST_ROW_VALUES
 from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, LayerCache, Norm, Rotary
 from headrace.kernels.cpu.program.program import ROW_COUNTS, Builder
 from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
+from headrace.kernels.cpu.program.rows import (
+    write_correct_rows,
+    write_like_rows,
+    write_mix_rows,
+    write_scale_columns,
+    write_sparse_gate,
+)
 from headrace.kernels.cpu.program.run import GIVEN_ROW, Program, StepBuffers
 from headrace.kernels.cpu.recurrent.args import StateStepC
 from headrace.kernels.cpu.recurrent.states import (
@@ -89,8 +96,13 @@ __all__ = [
     "why_no_latent_attention",
     "why_not_group",
     "write_convolve",
+    "write_correct_rows",
     "write_gated_lru",
+    "write_like_rows",
     "write_linear_attention",
+    "write_mix_rows",
+    "write_scale_columns",
     "write_scan",
     "write_selective_scan",
+    "write_sparse_gate",
 ]

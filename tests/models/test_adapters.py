@@ -43,9 +43,9 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 LIMITS = AdapterLimits(max_loras=4, slots=6, max_rank=16, dtype="float32", target_modules=())
 FAMILIES = (
     *("llama", "llama_biases", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gptj", "gpt_neox", "falcon", "cohere"),
-    *("opt", "glm", "starcoder2", "gemma4", "gemma4_experts"),
+    *("opt", "glm", "starcoder2", "gemma4", "gemma4_experts", "gemma3n"),
 )
-IN_LAYERS = {"gemma4": r".*\.layers\..*_(proj|gate|projection)"}
+IN_LAYERS = dict.fromkeys(("gemma4", "gemma3n"), r".*\.layers\..*_(proj|gate|projection|left|right)")
 """Modules that adapters change, of models with another linear one before the layers."""
 PROMPTS = [[(7 * i + 3 * n) % 90 + 3 for i in range(length)] for n, length in enumerate((37, 5, 21, 9))]
 NEW_TOKENS = 6

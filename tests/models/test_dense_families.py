@@ -31,7 +31,7 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
-OP_BY_OP = {"gemma3n", "gemma3n_plain", "hrm_text", "hrm_text_biases"}
+OP_BY_OP = {"hrm_text", "hrm_text_biases"}
 """What the CPU program cannot compute."""
 
 

@@ -28,6 +28,7 @@ MODELS = {
     "inputs of each layer and shared caches": DENSE["gemma4"],
     "keys as values": DENSE["gemma4_dense"],
     "experts beside a dense FFN": DENSE["gemma4_experts"],
+    "rows of hidden values": DENSE["gemma3n"],
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

@@ -360,12 +360,15 @@ class Ops(Protocol):
         """A contribution: the weighted sum of the chosen experts' results for x. correction: a `Vector` that is added
         to the scores for the choice of experts only, not for their weights."""
 
+    def columns(self, x: Value, first: int, count: int) -> Value:
+        """A view of columns first .. first + count - 1."""
+
     def call(self, function: Callable[..., Value], *values: Any) -> Value:
-        """The result of any torch function of tensors. This op and `gathered` exist only where ops run eagerly: a
-        block that needs them gives the reason in `why_no_program`."""
+        """The result of any torch function of tensors. This op exists only where ops run eagerly: a block that needs it
+        gives the reason in `why_no_program`."""
 
     def gathered(self, x: Value) -> Value:
-        """All-gather: the columns of all ranks side by side. x has this rank's columns."""
+        """All-gather: the columns of all ranks side by side. x has this rank's columns. A program has one rank then."""
 
     def total(self, contributions: Sequence[Value]) -> Value:
         """All-reduce: the contributions' sum over the ranks. One of them may be a result of `linear`, alone."""
@@ -513,7 +516,7 @@ class Stream:
     @property
     def why_no_program(self) -> str:
         """Why a CPU program cannot compute it, as a sentence; "" if it can."""
-        return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
+        return "the program has no ops of this model's residual stream, which is several rows for a token."
 
     @property
     def table(self) -> LayerTable | None:
@@ -620,6 +623,15 @@ class LayerOps(Ops, Protocol):
     def stream(self) -> Value:
         """The residual stream, not normed; of a `Beside`, the hidden values."""
 
+    def replace(self, value: Value) -> None:
+        """stream = value"""
+
+    def rows(self) -> Value:
+        """Of a `Beside` of several rows: these."""
+
+    def put_rows(self, rows: Value) -> None:
+        """Of a `Beside` of several rows: those after the layer."""
+
     def beside(self) -> Value:
         """Of a `Beside`: the columns beside the hidden values that the layer reads."""
 
@@ -630,8 +642,8 @@ class LayerOps(Ops, Protocol):
         """The norm of the stream, which itself does not change."""
 
     def add(self, contributions: Sequence[Value], post_norm: Any = None, factor: Any = None) -> None:
-        """stream += the contributions' sum over the ranks, or post_norm of that sum. factor: a `Vector` of one value,
-        with a post_norm only, by which the stream is then multiplied."""
+        """stream += the contributions' sum over the ranks, or post_norm of that sum. factor, with a post_norm only: a
+        `Vector` of one value, or a number, by which the stream is then multiplied."""
 
     def add_whole(self, value: Value, post_norm: Any, factor: Any = None) -> None:
         """As `add`, of a value that each rank has whole."""

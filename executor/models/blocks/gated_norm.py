@@ -1,5 +1,5 @@
 """Gates: products with activated values of the same columns, after a norm of groups of columns or without one; and
-sums."""
+sums, and gates of which few columns are not zero."""
 
 from __future__ import annotations
 
@@ -28,10 +28,29 @@ class OutputGate(Declared):
 
 @dataclass(frozen=True)
 class Added(Declared):
-    """compute(x, y): x + y; x itself may be overwritten."""
+    """compute(x, y): x + y * scale; x itself may be overwritten."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerAdded"
     program_reader = "headrace.executor.cpu.recurrent:CpuAdded.read"
+
+    scale: float = 1.0
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class SparseGate(Declared):
+    """compute(gate, whole, up): activation(relu(gate - lowest)) * up. lowest: the mean of a row of `whole`, the gate of
+    all ranks, plus `cutoff` standard deviations."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerSparseGate"
+    program_reader = "headrace.executor.cpu.altup:CpuSparseGate.read"
+
+    activation: str
+    cutoff: float
+    num_counted: int
+    """Columns of `whole` that are not padding."""
 
     def weights(self) -> Iterator[Weight]:
         return iter(())

@@ -6,7 +6,7 @@ Of a multimodal checkpoint only the language model is read, not the vision and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -16,6 +16,7 @@ from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, L
 from headrace.executor.models.blocks.altup import AltUp
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
+from headrace.executor.models.blocks.gated_norm import SparseGate
 from headrace.executor.models.families import Config, Family, NotNativeError
 from headrace.executor.models.families._config import (
     Positions,
@@ -103,15 +104,16 @@ class OutstandingDense(Dense):
             "gate": Linear(((names.gate, inner),), hidden, self.bias),
             "up": Linear(((names.up, inner),), hidden, self.bias),
             "down": Linear(((names.down, hidden),), inner, self.bias),
+            "sparse": SparseGate(self.activation, self.cutoff, self.num_counted or self.inner),
         }
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         gate = ops.linear(held["gate"], x)
-        gate = ops.call(self._outstanding, gate, ops.gathered(gate))
-        return [ops.product(held["down"], ops.call(self._gated, gate, ops.linear(held["up"], x)))]
+        gated = ops.compute(held["sparse"], gate, ops.gathered(gate), ops.linear(held["up"], x))
+        return [ops.product(held["down"], gated)]
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program compares no value of a row with the row's mean."
+        return "the program compares no value with the mean of a row that ranks divide." if tp_size > 1 else ""
 
     def for_ranks(self, tp_size: int, inner_block: int) -> OutstandingDense:
         inner = rounded_up(self.inner, tp_size * inner_block)
@@ -120,20 +122,6 @@ class OutstandingDense(Dense):
     def values_per_token(self, tp_size: int) -> int:
         """As of a dense FFN, and the gathered gate of all ranks, in float32 too."""
         return super().values_per_token(tp_size) + 2 * self.inner
-
-    def _outstanding(self, gate: Any, whole: Any) -> Any:
-        """gate [num_tokens, this rank's columns], whole [num_tokens, inner] -> the sparse gate, as `gate`"""
-        counted = whole[:, : self.num_counted or self.inner].float()
-        lowest = counted.mean(-1, keepdim=True) + self.cutoff * counted.std(-1, keepdim=True, correction=0)
-        return (gate.float() - lowest).relu().to(gate.dtype)
-
-    def _gated(self, gate: Any, up: Any) -> Any:
-        from torch.nn import functional  # families are also imported where torch is not installed
-
-        if self.activation == "gelu_tanh":
-            return functional.gelu(gate, approximate="tanh") * up
-        activate: Callable[[Any], Any] = getattr(functional, self.activation)
-        return activate(gate) * up
 
 
 def build(config: Config) -> ArchSpec:

@@ -179,3 +179,88 @@ class SoftCapArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("cap", ctypes.c_float),
     )
+
+
+class MixRowsArgs(ctypes.Structure):
+    """Mirror of `MixRowsArgs` in rows.h: the arguments of `hr_op_mix_rows`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("shares_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class CorrectRowsArgs(ctypes.Structure):
+    """Mirror of `CorrectRowsArgs` in rows.h: the arguments of `hr_op_correct_rows`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("computed", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("computed_stride", ctypes.c_int64),
+        ("shares_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("active", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class LikeRowsArgs(ctypes.Structure):
+    """Mirror of `LikeRowsArgs` in rows.h: the arguments of `hr_op_like_rows`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("pattern", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("pattern_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("least", ctypes.c_float),
+        ("adds", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class SparseGateArgs(ctypes.Structure):
+    """Mirror of `SparseGateArgs` in rows.h: the arguments of `hr_op_sparse_gate`."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("gate_stride", ctypes.c_int64),
+        ("up_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("cutoff", ctypes.c_float),
+        ("rows", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+    )
+
+
+class ScaleColumnsArgs(ctypes.Structure):
+    """Mirror of `ScaleColumnsArgs` in rows.h: the arguments of `hr_op_scale_columns`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+    )

@@ -11,27 +11,6 @@ namespace {
 // The longest row of a norm, enough for any model; program.py and ops.py refuse longer rows.
 constexpr int64_t kMostRowValues = 32768;
 
-// The sum of f(i .. i + kLanes) over a row, by vectors in two chains; the tail is padded with zeros by `load`.
-template <class Term>
-float sum_over(int64_t count, Term term) {
-  Floats even = {}, odd = {};
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    even += term(i);
-    odd += term(i + kLanes);
-  }
-  if (i + kLanes <= count) {
-    even += term(i);
-    i += kLanes;
-  }
-  float tail = 0.0f;
-  if (i < count) {
-    const Floats last = term(i);
-    for (int64_t lane = 0; lane < count - i; ++lane) tail += last[lane];
-  }
-  return sum_of_lanes(even + odd) + tail;
-}
-
 Range rows_of(Rows rows, int64_t fixed, const Step& step, int thread, int num_threads) {
   return split(step.rows(rows, fixed), thread, num_threads);
 }

@@ -18,6 +18,27 @@ void load_values(const void* from, DType type, int64_t count, float* to);
 // Rounds `count` values to nearest even.
 void store_values(const float* from, DType type, int64_t count, void* to);
 
+// The sum of f(i .. i + kLanes) over a row, by vectors in two chains; the tail is padded with zeros by `load`.
+template <class Term>
+inline float sum_over(int64_t count, Term term) {
+  Floats even = {}, odd = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    even += term(i);
+    odd += term(i + kLanes);
+  }
+  if (i + kLanes <= count) {
+    even += term(i);
+    i += kLanes;
+  }
+  float tail = 0.0f;
+  if (i < count) {
+    const Floats last = term(i);
+    for (int64_t lane = 0; lane < count - i; ++lane) tail += last[lane];
+  }
+  return sum_of_lanes(even + odd) + tail;
+}
+
 enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
 
 // to = norm(from) * weight + bias, in float; weight and bias may be null. `from` and `to` may be the same.

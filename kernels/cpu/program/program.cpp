@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "elementwise/elementwise.h"
+#include "elementwise/rows.h"
 #include "experts/experts.h"
 #include "attention/latent.h"
 #include "recurrent/states.h"
@@ -126,6 +127,9 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
       {"CopyArgs", sizeof(CopyArgs)},         {"ScaleRowsArgs", sizeof(ScaleRowsArgs)},
       {"XieluArgs", sizeof(XieluArgs)},
+      {"MixRowsArgs", sizeof(MixRowsArgs)},   {"CorrectRowsArgs", sizeof(CorrectRowsArgs)},
+      {"LikeRowsArgs", sizeof(LikeRowsArgs)}, {"SparseGateArgs", sizeof(SparseGateArgs)},
+      {"ScaleColumnsArgs", sizeof(ScaleColumnsArgs)},
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"LogprobArgs", sizeof(LogprobArgs)},
