@@ -212,8 +212,8 @@ class AltUp(Beside):
         ops.put_rows(ops.compute(own["others"], corrected, added))
 
     def values_per_token(self) -> int:
-        """The stream before and after a layer, the predicted and corrected rows, and the per-layer inputs."""
-        return 6 * self.num_rows * self.hidden + 4 * self.num_layers * self.input_size
+        """The stream before and after a layer, predicted and corrected rows, and what the inputs are computed from."""
+        return 6 * self.num_rows * self.hidden + 6 * self.num_layers * self.input_size
 
     def problem(self) -> str:
         for name in ("num_rows", "laurel_rank", "input_size", "layer_vocab_size"):

@@ -81,8 +81,8 @@ class LayerInputs(Beside):
             ops.add_whole(ops.linear(own["input"], gated), own["input_norm"], own["factor"])
 
     def values_per_token(self) -> int:
-        """The stream before and after a layer with its per-layer inputs, and the rows that its norms copy."""
-        return 6 * self.hidden + 4 * self.num_layers * self.input_size
+        """The stream before and after a layer, the rows that its norms copy, and what the inputs are computed from."""
+        return 6 * self.hidden + 6 * self.num_layers * self.input_size
 
     def problem(self) -> str:
         if self.input_size < 0 or (self.input_size and self.layer_vocab_size < 1):
