@@ -99,6 +99,16 @@ def muse_glimmer() -> Any:
     return transformers.MuseGlimmerForConditionalGeneration(config)
 
 
+def hyperclovax() -> Any:
+    text = transformers.HyperCLOVAXConfig(
+        **TEXT, logits_scaling=0.7, residual_multiplier=0.8, tie_word_embeddings=False
+    )
+    vision = {"model_type": "qwen2_5_vl_vision", "intermediate_size": 32} | QWEN_VISION
+    del vision["embed_dim"]
+    config = transformers.HyperCLOVAXVisionV2Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return transformers.HyperCLOVAXVisionV2ForConditionalGeneration(config)
+
+
 SIGLIP = {"vision_class": "SiglipVisionConfig", "image_size": 28, "patch_size": 14}
 MULTIMODAL: dict[str, Callable[[], Any]] = {
     "llava with llama": llava("Llama", "Llava"),
@@ -108,6 +118,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "mistral 3 with ministral 3": llava("Ministral3", "Mistral3"),
     "mistral 3 with mistral 4": mistral_4,
     "kimi k2.5": kimi,
+    "hyperclova x think": hyperclovax,
     "muse glimmer": muse_glimmer,
     "vip llava": other("VipLlava", vision_class="CLIPVisionConfig", image_size=28, patch_size=14),
     "aya vision": other("AyaVision", "Cohere2", **SIGLIP),

@@ -14,7 +14,6 @@ _LACKING = {
     "DogeForCausalLM": "masks that are computed of values",
     "Grok1ForCausalLM": _REMOTE,
     "Grok1ModelForCausalLM": _REMOTE,
-    "HCXVisionV2ForCausalLM": "its language model has no family of its own",
     **dict.fromkeys(
         (
             *("InklingForCausalLM", "InklingForConditionalGeneration"),

@@ -78,6 +78,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "hy_v3": "HYV3ForCausalLM",
         "hy_v4": "HYV4ForCausalLM",
         "hyperclovax": "HyperCLOVAXForCausalLM",
+        "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
         "idefics3": "Idefics3ForConditionalGeneration",
         "internlm": "InternLMForCausalLM",
         "internlm2": "InternLM2ForCausalLM",

@@ -15,6 +15,8 @@ ARCHITECTURES = (
     *("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Idefics3ForConditionalGeneration"),
     *(
         "Glm5NextForConditionalGeneration",
+        "HCXVisionV2ForCausalLM",
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
         "InternVLChatModel",
         "InternVLForConditionalGeneration",
         "KimiK25ForConditionalGeneration",
@@ -35,10 +37,12 @@ QWEN = {
 """Those whose language model has a name of its own, and whose older configs have its fields among the others."""
 SECTIONS = ("text_config", "llm_config")
 OTHER_MEDIA = (
-    r"(^|\.)(vision|audio|image)_(tower|model|encoder)\.",
+    r"(^|\.)(discrete_)?(vision|audio|image)_(tower|model|encoder)\.",
     r"^(model\.)?visual\.",
     r"^(model\.)?(multi_modal_projector|mm_projector|connector|image_newline|mlp1|vision_adapter|vision_projection)(\.|$)",
+    r"^(model\.)?(vision|audio|video_audio)_(projector|compressor)\.",
 )
+BELOW = ("model.language_model.", "model.language_model.model.", "model.text_model.")
 # What transformers' classes fill in, since many configs leave it out.
 _LLAMA = {"vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -82,13 +86,13 @@ def build(config: Config) -> ArchSpec:
     spec = spec_from_config(_with_plain_positions(text), config.warns)
     names = spec.names
     inner = tuple(f"language_model.{prefix}" for prefix in names.prefixes)
-    heads = tuple(f"language_model.{head}" for head in names.lm_heads)
+    heads = tuple(f"{start}language_model.{head}" for head in names.lm_heads for start in ("", "model."))
     return replace(
         spec,
         architecture=outer,
         names=replace(
             names,
-            prefixes=(*inner, "model.language_model.", "model.text_model.", *names.prefixes),
+            prefixes=(*inner, *BELOW, *names.prefixes),
             lm_heads=(*names.lm_heads, *heads),
             ignorable=(*names.ignorable, *OTHER_MEDIA),
         ),
