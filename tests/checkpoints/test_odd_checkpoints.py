@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from headrace import LLM, SamplingParams, kernels
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, named_architecture, spec_from_config
-from headrace.executor.models.families._model_types import MODEL_TYPES
+from headrace.executor.models.families._model_types import COMPUTED_BY, MODEL_TYPES
 from headrace.ipc.failure import ModelError
 
 PROMPT = [5, 9, 200, 31, 7]
@@ -81,6 +81,7 @@ def test_every_model_type_has_the_architecture_that_transformers_gives_it() -> N
     }
     named |= dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named.pop("internlm3")  # of which transformers has no class of its own
+    assert {kind: named.pop(kind) for kind in COMPUTED_BY} == COMPUTED_BY
     encoders = (
         *("bert", "camembert", "distilbert", "electra", "ernie", "gte", "modernbert", "mpnet", "nomic_bert", "roberta"),
         "xlm-roberta",

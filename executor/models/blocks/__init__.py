@@ -86,6 +86,13 @@ class Declared:
         raise NotImplementedError
 
 
+class WithoutWeights:
+    """Of a `Declared` that is an op alone."""
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
 @dataclass(frozen=True)
 class Linear(Declared):
     """y = x W^T + b, where W stacks the rows of one or several matrices, and an activation of y.

@@ -19,6 +19,7 @@ from headrace.executor.models.blocks import (
     Value,
     Vector,
     Weight,
+    WithoutWeights,
 )
 from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.blocks.gated_norm import Added, GateActivation
@@ -35,15 +36,8 @@ HALF_POWER = 2**-0.5
 """Of two residuals that are added, to keep their magnitude."""
 
 
-class _Plain(Declared):
-    """An op without weights."""
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
-
 @dataclass(frozen=True)
-class Tanh(_Plain):
+class Tanh(WithoutWeights, Declared):
     """compute(x): tanh(x); x itself may be overwritten."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerTanh"
@@ -51,7 +45,7 @@ class Tanh(_Plain):
 
 
 @dataclass(frozen=True)
-class MixedRows(_Plain):
+class MixedRows(WithoutWeights, Declared):
     """compute(rows, shares): each of a token's rows plus a linear combination of all. shares: [num_rows * num_rows]."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerMixedRows"
@@ -61,7 +55,7 @@ class MixedRows(_Plain):
 
 
 @dataclass(frozen=True)
-class CorrectedRows(_Plain):
+class CorrectedRows(WithoutWeights, Declared):
     """compute(rows, computed, shares): each row plus (computed - the active row) * (its share + 1)."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerCorrectedRows"
@@ -72,7 +66,7 @@ class CorrectedRows(_Plain):
 
 
 @dataclass(frozen=True)
-class OtherRows(_Plain):
+class OtherRows(WithoutWeights, Declared):
     """compute(rows, x): the rows, with x added to all but the first; they themselves may be overwritten."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerOtherRows"
@@ -82,7 +76,7 @@ class OtherRows(_Plain):
 
 
 @dataclass(frozen=True)
-class FirstRows(_Plain):
+class FirstRows(WithoutWeights, Declared):
     """compute(first, others): the rows side by side, the others scaled to the first one's mean square."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerFirstRows"
@@ -90,7 +84,7 @@ class FirstRows(_Plain):
 
 
 @dataclass(frozen=True)
-class MeanRow(_Plain):
+class MeanRow(WithoutWeights, Declared):
     """compute(first, *others): the mean of rows, the others scaled to the first one's mean square."""
 
     eager_reader = "headrace.executor.models.eager_altup:EagerMeanRow"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, size_of
+from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, WithoutWeights, size_of
 
 GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
-class OutputGate(Declared):
+class OutputGate(WithoutWeights, Declared):
     """compute(x, gate): x * activation(gate), columns by columns, or with one gate for each group of columns."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerOutputGate.read"
@@ -22,12 +22,9 @@ class OutputGate(Declared):
     activation: GateActivation
     group: int = 1
 
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class Added(Declared):
+class Added(WithoutWeights, Declared):
     """compute(x, y): x + y * scale; x itself may be overwritten."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerAdded"
@@ -35,12 +32,9 @@ class Added(Declared):
 
     scale: float = 1.0
 
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class SparseGate(Declared):
+class SparseGate(WithoutWeights, Declared):
     """compute(gate, whole, up): activation(relu(gate - lowest)) * up. lowest: the mean of a row of `whole`, the gate of
     all ranks, plus `cutoff` standard deviations."""
 
@@ -51,9 +45,6 @@ class SparseGate(Declared):
     cutoff: float
     num_counted: int
     """Columns of `whole` that are not padding."""
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.executor.models.arch import ArchSpec, Kept
-from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Norm, StateMixer, Vector, Weight
+from headrace.executor.models.blocks import (
+    Axis,
+    Declared,
+    Held,
+    LayerOps,
+    Linear,
+    Norm,
+    StateMixer,
+    Vector,
+    Weight,
+    WithoutWeights,
+)
 from headrace.executor.models.blocks.tensor_ops import copied
 from headrace.ipc.failure import ModelError
 
@@ -15,26 +26,20 @@ NO_PROGRAM = "the program has no op for RWKV-7's recurrence."
 
 
 @dataclass(frozen=True)
-class Shift(Declared):
+class Shift(WithoutWeights, Declared):
     """mix(x): x of the token before each, zeros before the first."""
 
     eager_reader = "headrace.executor.models.eager_rwkv:EagerShift"
 
     channels: int
 
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class FirstValues(Declared):
+class FirstValues(WithoutWeights, Declared):
     """mix(values): keeps the first layer's values for the later ones. mix(values, shares): values, and as much of those
     of the first layer as sigmoid(shares) says."""
 
     eager_reader = "headrace.executor.models.eager_rwkv:EagerFirstValues"
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from headrace.executor.models.blocks import (
     Ops,
     Value,
     Weight,
+    WithoutWeights,
     rounded_up,
 )
 from headrace.executor.models.blocks.beside import Beside
@@ -47,27 +48,21 @@ class Tied(Declared):
 
 
 @dataclass(frozen=True)
-class Sum(Declared):
+class Sum(WithoutWeights, Declared):
     """compute(x, *parts): x's first columns plus the parts side by side, as a new value; without parts a copy of x."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerSum"
     program_reader = "headrace.executor.cpu.recurrent:CpuSum.read"
 
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class Halves(Declared):
+class Halves(WithoutWeights, Declared):
     """compute(both): activation(first half of the columns) * second half."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerHalves.read"
     program_reader = "headrace.executor.cpu.recurrent:CpuHalves.read"
 
     activation: Activation
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.blocks import Declared, ExpertStack, Ffn, Held, Weight
+from headrace.executor.models.blocks import Declared, ExpertStack, Ffn, Held, WithoutWeights
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.latent import LatentAttention
@@ -28,13 +28,10 @@ class ExpertsAndIdle(ExpertStack):
 
 
 @dataclass(frozen=True)
-class Shortcut(Declared):
+class Shortcut(WithoutWeights, Declared):
     """mix(x): keeps x for a later layer of the same pass. mix(): returns what was kept."""
 
     eager_reader = "headrace.executor.models.eager_shortcut:EagerShortcut.read"
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 @dataclass(frozen=True)
