@@ -73,7 +73,7 @@ def build(config: Config) -> ArchSpec:
             "output_bias": flag(config, "use_bias", False),
             "qk_norm": "head" if is_second and flag(config, "use_qk_norm", False) else "no",
         },
-        ffn=mixture_after_dense(config, routing, correction=is_second, shared_inner=_shared_inner(config, name)),
+        ffn=mixture_after_dense(config, routing, correction=is_second, shared_inner=shared_inner(config, name)),
         fused=(Fused(f"{AT}.query_key_value", tuple((name, each * head_dim) for name, each in rows.items())),),
         names=WeightNames(**vars(NAMES) | {"ignorable": (*NAMES.ignorable, *ignorable)}),
     )
@@ -95,7 +95,7 @@ def _with_rotary_factor(config: Config, head_dim: int) -> Config:
     return config
 
 
-def _shared_inner(config: Config, name: str) -> int | None:
+def shared_inner(config: Config, name: str) -> int | None:
     """The size of all shared experts together. Param2's configs have it; the others' have that of one."""
     given = optional_integer(config, "moe_shared_expert_intermediate_size")
     count = integer(config, "n_shared_experts", 0)
