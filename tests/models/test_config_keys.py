@@ -287,6 +287,10 @@ LLAMA = {
             "rope_type is 'linear' and its type",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor must be a number, got nothing"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 0},
+            "sliding_window_pattern must be at least 1, got 0",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor is 1e\\+300; at most"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "rope factor is 1e\\+30; at most"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e8}}, "rope factor 1e\\+08 makes a context of 5.12e\\+10"),

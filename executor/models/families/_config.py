@@ -354,6 +354,14 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     return types[:num_layers]
 
 
+def every_nth_full(num_layers: int, step: int, key: str) -> list[str]:
+    """The types of layers of which each `step`th has full attention and the others a window. key: the config's name of
+    the step. Raises ModelError."""
+    if step < 1:
+        raise ModelError(f"the config's {key} must be at least 1, got {step}")
+    return ["sliding_attention" if (index + 1) % step else "full_attention" for index in range(num_layers)]
+
+
 def layer_configs(config: Config, count: int, *keys: str) -> list[Config]:
     """The config as each layer has it, where its `per_layer_config` has other values of these keys for some. Raises
     ModelError."""

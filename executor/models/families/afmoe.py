@@ -6,6 +6,7 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
     corrected_routing,
+    every_nth_full,
     flag,
     head_dim_of,
     integer,
@@ -14,7 +15,6 @@ from headrace.executor.models.families._config import (
     mixture_after_dense,
     rope,
 )
-from headrace.ipc.failure import ModelError
 
 NAMES = WeightNames(
     query_gate="self_attn.gate_proj",
@@ -54,9 +54,7 @@ def build(config: Config) -> ArchSpec:
 def _positions(config: Config) -> list[Positions]:
     """Of each layer. Raises ModelError."""
     count, step = integer(config, "num_hidden_layers"), integer(config, "global_attn_every_n_layers", 4)
-    if step < 1:
-        raise ModelError(f"the config's global_attn_every_n_layers must be at least 1, got {step}")
-    default = ["sliding_attention" if (index + 1) % step else "full_attention" for index in range(count)]
+    default = every_nth_full(count, step, "global_attn_every_n_layers")
     sliding = Positions(rope(config, head_dim_of(config), 10_000.0), integer(config, "sliding_window", 1024))
     types = layer_types(config, count, default)
     return [sliding if kind == "sliding_attention" else Positions(None) for kind in types]

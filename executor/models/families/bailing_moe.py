@@ -51,11 +51,11 @@ CORRECTED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def build(config: Config) -> ArchSpec:
     name = config["architectures"][0]
-    is_second = name in CORRECTED
+    is_corrected = name in CORRECTED
     config = config.renamed(
         n_routed_experts="num_experts", n_shared_experts="num_shared_experts", attention_bias="use_qkv_bias"
     )
-    if is_second:
+    if is_corrected:
         config = CORRECTED[name] | config
         routing = corrected_routing(config)
     else:
@@ -71,9 +71,9 @@ def build(config: Config) -> ArchSpec:
         attention={
             "bias": flag(config, "attention_bias", False),
             "output_bias": flag(config, "use_bias", False),
-            "qk_norm": "head" if is_second and flag(config, "use_qk_norm", False) else "no",
+            "qk_norm": "head" if is_corrected and flag(config, "use_qk_norm", False) else "no",
         },
-        ffn=mixture_after_dense(config, routing, correction=is_second, shared_inner=shared_inner(config, name)),
+        ffn=mixture_after_dense(config, routing, correction=is_corrected, shared_inner=shared_inner(config, name)),
         fused=(Fused(f"{AT}.query_key_value", tuple((name, each * head_dim) for name, each in rows.items())),),
         names=WeightNames(**vars(NAMES) | {"ignorable": (*NAMES.ignorable, *ignorable)}),
     )

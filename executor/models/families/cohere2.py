@@ -10,6 +10,7 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
     biases,
+    every_nth_full,
     head_dim_of,
     integer,
     layer_norm,
@@ -25,7 +26,7 @@ from headrace.executor.models.families.cohere import NAMES
 def build(config: Config) -> ArchSpec:
     num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
     pattern = integer(config, "sliding_window_pattern", 4)
-    default = ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(num_layers)]
+    default = every_nth_full(num_layers, pattern, "sliding_window_pattern")
     rotary = replace(rope(config, head_dim, 10000.0), interleaved=True)
     sliding = Positions(rotary, optional_integer(config, "sliding_window"))
     types = layer_types(config, num_layers, default)

@@ -12,6 +12,7 @@ from headrace.executor.models.families._config import (
     activation,
     biases,
     dense,
+    every_nth_full,
     flag,
     head_dim_of,
     integer,
@@ -91,17 +92,10 @@ def _mixture(config: Config) -> tuple[bool, Experts]:
 
 def _positions(config: Config, routes: list[bool]) -> list[Positions]:
     """Of each layer. Raises ModelError."""
-    first, default = integer(config, "first_k_dense_replace", 0), list[str]()
-    prefix, pattern = (
-        integer(config, "prefix_dense_sliding_window_pattern", 1),
-        integer(config, "sliding_window_pattern", 4),
-    )
-    for key, step in (("prefix_dense_sliding_window_pattern", prefix), ("sliding_window_pattern", pattern)):
-        if step < 1:
-            raise ModelError(f"the config's {key} must be at least 1, got {step}")
-    for index in range(len(routes)):
-        nth, step = (index, prefix) if index < first else (index - first, pattern)
-        default.append("sliding_attention" if (nth + 1) % step else "full_attention")
+    prefix = integer(config, "prefix_dense_sliding_window_pattern", 1)
+    pattern, first = integer(config, "sliding_window_pattern", 4), integer(config, "first_k_dense_replace", 0)
+    default = every_nth_full(first, prefix, "prefix_dense_sliding_window_pattern")
+    default += every_nth_full(len(routes) - first, pattern, "sliding_window_pattern")
     types = layer_types(config, len(routes), default)
     rotary = replace(rope(config, head_dim_of(config, 128), 10_000.0), interleaved=True)
     sliding = Positions(rotary, optional_integer(config, "sliding_window") or 4096)

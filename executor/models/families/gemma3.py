@@ -8,6 +8,7 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
     dense,
+    every_nth_full,
     flag,
     integer,
     layer_types,
@@ -44,7 +45,7 @@ def build(config: Config) -> ArchSpec:
     both_sides = flag(text, "use_bidirectional_attention", False)  # EmbeddingGemma
     num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
     pattern = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", 6))
-    default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    default = every_nth_full(num_layers, pattern, "sliding_window_pattern")
     full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
     # The fields before transformers 5 scale the full layers only, and have a separate base for sliding layers.
     local = text if "sliding_attention" in rope_section(text) else Config({})

@@ -9,6 +9,7 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
     dense,
+    every_nth_full,
     head_dim_of,
     integer,
     layer_types,
@@ -62,9 +63,7 @@ def build(config: Config) -> ArchSpec:
 def _positions(config: Config, head_dim: int) -> list[Positions]:
     """Of each layer. Raises ModelError."""
     count, pattern = integer(config, "num_hidden_layers"), integer(config, "sliding_window_pattern", 8)
-    if pattern < 1:
-        raise ModelError(f"the config's sliding_window_pattern must be at least 1, got {pattern}")
-    default = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(count)]
+    default = every_nth_full(count, pattern, "sliding_window_pattern")
     types = layer_types(config, count, default)
     full = rope(config, head_dim, 1_000_000.0, "full_attention")
     # The fields before transformers 5 scale the full layers only, and have a separate base for sliding layers.
