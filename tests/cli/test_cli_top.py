@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_core import FakeCore, ZmqCore, zmq_core
 from http_server import address_of_engine, metric, serving
-from patience import wait_until, within
+from patience import wait_until
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
@@ -213,7 +213,7 @@ def test_q_or_ctrl_c_ends_it_and_gives_the_terminal_back(runtime_directory: Path
         terminal.wait_for("one")
         terminal.keys(key)
         terminal.wait_for("\x1b[?1049l")
-        assert terminal.process.wait(within(10)) == 0
+        assert terminal.ends() == 0, terminal.shown
         assert "\x1b[?1049h" in terminal.shown
         assert "Traceback" not in terminal.shown
         assert termios.tcgetattr(terminal.theirs) == terminal.settings

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from patience import within
+
 _START = (
     "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "from headrace.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -59,10 +61,28 @@ class Terminal:
     def _read_until(self, text: str, timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
         while text not in self._unread:
-            if not select.select([self._ours], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            if not self._read(end_s - time.monotonic()):
                 return False
-            self._unread += os.read(self._ours, 65536).decode("utf-8", "replace")
         return True
+
+    def _read(self, timeout_s: float) -> bool:
+        """Takes what the command writes within this time; False if it is nothing."""
+        if not select.select([self._ours], [], [], max(0.0, timeout_s))[0]:
+            return False
+        self._unread += os.read(self._ours, 65536).decode("utf-8", "replace")
+        return True
+
+    def ends(self, timeout_s: float = 20.0) -> int:
+        """Waits for the command to end, and returns its exit status; `shown` then has all of its output."""
+        # What a command writes at its end must be taken before it ends, in case it is more than the terminal holds.
+        end_s = time.monotonic() + within(timeout_s)
+        while self.process.poll() is None and time.monotonic() < end_s:
+            self._read(0.1)
+        while self._read(0.0):
+            pass
+        self.shown, self._unread = self.shown + self._unread, ""
+        assert self.process.returncode is not None, f"it goes on: {self.shown!r}"
+        return self.process.returncode
 
     def close(self) -> None:
         self.process.kill()
