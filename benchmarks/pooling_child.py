@@ -16,6 +16,8 @@ from typing import Any
 from pooling_folders import num_tokens, pairs_of, texts_of
 
 Embed = Callable[[list[str]], Any]
+Inputs = dict[str, Any]
+"""input_ids and attention_mask, [batch, length] int64 arrays."""
 
 
 def sentence_transformers(folder: Path, dtype: str) -> Embed:
@@ -34,33 +36,39 @@ def cross_encoder(folder: Path, dtype: str) -> Callable[[list[tuple[str, str]]],
     return lambda pairs: model.predict(pairs, batch_size=32, show_progress_bar=False)
 
 
-def onnxruntime(folder: Path, dtype: str) -> Embed:
-    """The model exported by torch; int8 by onnxruntime's dynamic quantisation. Batches are sorted by length, as
-    fastembed's and sentence-transformers' are."""
-    import numpy as np
-    import onnxruntime
+def exported(folder: Path) -> Path:
+    """The model as ONNX, exported by torch: from ids and mask to the last hidden states."""
     import torch
     import transformers
 
     file = folder / "model.onnx"
-    if not file.exists():
-        model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if file.exists():
+        return file
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
-        class States(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
+    class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
 
-            def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-                return found
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            return found
 
-        ids = torch.ones(2, 8, dtype=torch.long)
-        axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
-        torch.onnx.export(
-            States(), (ids, ids), str(file), input_names=["input_ids", "attention_mask"], output_names=["states"],
-            dynamic_axes=axes, dynamo=False,
-        )  # fmt: skip
+    ids = torch.ones(2, 8, dtype=torch.long)
+    axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
+    torch.onnx.export(
+        States(), (ids, ids), str(file), input_names=["input_ids", "attention_mask"], output_names=["states"],
+        dynamic_axes=axes, dynamo=False,
+    )  # fmt: skip
+    return file
+
+
+def onnxruntime(folder: Path, dtype: str) -> Embed:
+    """int8 is onnxruntime's dynamic quantisation."""
+    import onnxruntime
+
+    file = exported(folder)
     if dtype == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -69,6 +77,49 @@ def onnxruntime(folder: Path, dtype: str) -> Embed:
             quantize_dynamic(str(file), str(quantised), weight_type=QuantType.QInt8, per_channel=True)
         file = quantised
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return in_batches(folder, lambda given: session.run(["states"], given)[0])
+
+
+def openvino(folder: Path, dtype: str) -> Embed:
+    """int8 is NNCF's quantisation after training, calibrated with other texts of the mix."""
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(exported(folder))
+    if dtype == "int8":
+        import nncf
+        import numpy as np
+        import transformers
+
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+        def given(text: str) -> Inputs:
+            encoded = tokenizer([text], return_tensors="np")
+            return {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+
+        samples = nncf.Dataset(texts_of("mix", 260)[200:], given)
+        model = nncf.quantize(model, samples, model_type=nncf.ModelType.TRANSFORMER, subset_size=60)
+    precision = "bf16" if dtype == "bfloat16" else "f32"
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision})
+    return in_batches(folder, lambda given: compiled(given)[0])
+
+
+def vllm(folder: Path, dtype: str) -> Embed:
+    model = vllm_engine(folder, dtype)
+    return lambda texts: model.embed(texts, use_tqdm=False)
+
+
+def vllm_engine(folder: Path, dtype: str) -> Any:
+    from vllm import LLM
+
+    return LLM(str(folder), runner="pooling", dtype=dtype, max_model_len=512)
+
+
+def in_batches(folder: Path, states_of: Callable[[Inputs], Any]) -> Embed:
+    """Batches of 32 sorted by length, as fastembed's and sentence-transformers' are."""
+    import numpy as np
+    import transformers
+
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
     def embed(texts: list[str]) -> Any:
@@ -77,7 +128,7 @@ def onnxruntime(folder: Path, dtype: str) -> Embed:
             batch = order[first : first + 32]
             encoded = tokenizer([texts[index] for index in batch], padding=True, return_tensors="np")
             given = {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
-            (states,) = session.run(["states"], given)
+            states = states_of(given)
             mask = given["attention_mask"][:, :, None]
             pooled = (states * mask).sum(1) / mask.sum(1)
             for index, vector in zip(batch, pooled / np.linalg.norm(pooled, axis=1, keepdims=True), strict=True):
@@ -87,6 +138,7 @@ def onnxruntime(folder: Path, dtype: str) -> Embed:
     return embed
 
 
+PEERS = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "openvino": openvino, "vllm": vllm}
 MOST_S = 30.0
 """After this time a case has no further rounds, so that large models are measured in a few minutes."""
 
@@ -107,12 +159,18 @@ def main() -> None:
     library, _, dtype = peer.partition(" ")
     results: dict[str, Any] = {}
     if any(case["kind"] == "rerank" for case in cases):
-        score = cross_encoder(folder, dtype)
         pairs = pairs_of()[: cases[0]["count"]]
+        if library == "vllm":
+            model = vllm_engine(folder, dtype)
+            score: Callable[[list[tuple[str, str]]], Any] = lambda pairs: model.score(  # noqa: E731
+                pairs[0][0], [document for _, document in pairs], use_tqdm=False
+            )
+        else:
+            score = cross_encoder(folder, dtype)
         tokens = num_tokens([" ".join(pair) for pair in pairs])
         results["rerank"] = measured(lambda: score(pairs), tokens, cases[0]["rounds"])
     else:
-        embed = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime}[library](folder, dtype)
+        embed = PEERS[library](folder, dtype)
         for case in cases:
             texts = texts_of(case["kind"], case["count"])
             results[case["name"]] = measured(functools.partial(embed, texts), num_tokens(texts), case["rounds"])

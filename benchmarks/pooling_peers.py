@@ -1,12 +1,14 @@
-"""Embeddings and rerankings compared with sentence-transformers and onnxruntime, alternately in one run.
+"""Embeddings and rerankings compared with sentence-transformers, onnxruntime and OpenVINO, alternately in one run.
 
-    python benchmarks/pooling_peers.py --peers PEERS/bin/python [--only MiniLM-L6 ...] [--rounds 3] [--out FILE.json]
+    python benchmarks/pooling_peers.py --peers PEERS/bin/python [--vllm VLLM/bin/python] [--only MiniLM-L6 ...]
+        [--rounds 3] [--out FILE.json]
 
 Models have their true dimensions and random weights; texts have 16, 128 or 512 tokens, or a log-normal mix. PEERS is an
-environment with sentence-transformers, onnxruntime and onnx (torch as here); without it only Headrace is measured. A
-peer that fails is listed with its error. Figures are medians over the rounds, in tokens per second; a single text's are
-milliseconds over HTTP (Headrace) or of a call (peers). A case has no further rounds after 30 seconds; --share 0.05 with
---rounds 1 is enough for Qwen3-Embedding-0.6B. Nothing else may run on the machine meanwhile.
+environment with sentence-transformers, onnxruntime, onnx, openvino and nncf (torch as here), VLLM one with vLLM;
+without them only Headrace is measured. A peer that fails is listed with its error. Figures are medians over the rounds,
+in tokens per second; a single text's are milliseconds over HTTP (Headrace) or of a call (peers). A case has no further
+rounds after 30 seconds; --share 0.05 with --rounds 1 is enough for Qwen3-Embedding-0.6B. Nothing else may run on the
+machine meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +33,18 @@ from report import write_report
 from headrace import LLM
 
 HERE = Path(__file__).parent
-PEERS = ("sentence-transformers float32", "sentence-transformers bfloat16", "onnxruntime float32", "onnxruntime int8")
+PEERS = (
+    *("sentence-transformers float32", "sentence-transformers bfloat16"),
+    *("onnxruntime float32", "onnxruntime int8"),
+    *("openvino float32", "openvino bfloat16", "openvino int8"),
+)
+VLLM_PEERS = ("vllm bfloat16",)
 OURS: dict[str, dict[str, Any]] = {
     "headrace float32": {"dtype": "float32"},
     "headrace bfloat16": {"dtype": "bfloat16"},
     "headrace int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
+RERANKERS = ("sentence-transformers", "vllm")
 COUNTS = {"16": 1000, "128": 200, "512": 50, "mix": 200, "one": 1}
 RERANKER = "XLM-R-base reranker"
 
@@ -149,6 +157,7 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="a Python with the peers' packages")
+    parser.add_argument("--vllm", type=Path, help="a Python with vLLM")
     parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of texts")
@@ -164,10 +173,10 @@ def main() -> None:
                 found[name] = ours(folder, options, cases)
             if shape != RERANKER:
                 found["headrace bfloat16, HTTP"] = over_http(folder, arguments.rounds, arguments.share)
-            for name in PEERS if arguments.peers is not None else ():
-                if shape == RERANKER and name.startswith("onnxruntime"):
-                    continue
-                found[name] = peer(arguments.peers, name, folder, cases)
+            for name in (*PEERS, *VLLM_PEERS):
+                python = arguments.vllm if name in VLLM_PEERS else arguments.peers
+                if python is not None and (shape != RERANKER or name.startswith(RERANKERS)):
+                    found[name] = peer(python, name, folder, cases)
             results[shape] = found
             print(table({shape: found}), flush=True)
     if arguments.out is not None:
