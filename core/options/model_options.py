@@ -89,9 +89,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     quantization_group_size: Annotated[
-        int,
-        Option(MODEL, "How many consecutive weights share a scale with int8 and int4: 32, 64 or 128", "weights"),
-    ] = 32
+        int | None,
+        Option(
+            MODEL,
+            "How many consecutive weights share a scale with int8 and int4: 32, 64 or 128",
+            "weights",
+            default_text="32; 64 where int8 rounds inputs too and rows are as many whole groups",
+        ),
+    ] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Option(

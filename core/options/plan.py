@@ -150,7 +150,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weights_stay_packed: bool = False
     """Quantised weights are kept as the checkpoint stores them, and computed in that form if the device can."""
     weight_bits: int | None = None
-    """8 or 4: float weights are quantised while they are loaded, in groups of options.quantization_group_size."""
+    """8 or 4: float weights are quantised while they are loaded."""
+    weight_groups: tuple[int, ...] = ()
+    """Then: sizes of groups of consecutive weights that share a scale. A matrix has the first that divides its rows."""
     kv_cache_dtype: str = "bfloat16"
     """float32, float16, bfloat16, fp8_e4m3, fp8_e5m2 or int8; the last three with a float32 scale for each row.
 

@@ -343,8 +343,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
     )
     blocks = None
     if plan.weight_bits:
-        group = plan.options.quantization_group_size
-        blocks = Blocks(plan.weight_bits, group, rounds_inputs=rounds_inputs(plan))
+        blocks = Blocks(plan.weight_bits, plan.weight_groups, rounds_inputs=rounds_inputs(plan))
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart
     model = kind(
         spec, weights, DTYPES[plan.dtype], limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place

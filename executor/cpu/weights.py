@@ -66,9 +66,14 @@ class Blocks:
 
     bits: int
     """8 or 4, for the matrices of layers."""
-    group_size: int
+    group_sizes: tuple[int, ...]
+    """Of which a matrix has the first that divides its rows."""
     rounds_inputs: bool = False
     """The inputs of layers' matrices are rounded to 8 bits too, each token's in groups as those of the weights."""
+
+    def group_of(self, columns: int) -> int | None:
+        """The size of groups in rows of as many weights; None if none divides them."""
+        return next((group for group in self.group_sizes if columns % group == 0), None)
 
     def bits_of(self, role: Role) -> int | None:
         """Bits for a weight of this role; None if it stays in floats."""
@@ -280,7 +285,7 @@ class CpuWeights(CheckedWeights):
     def report_unpacked(self) -> None:
         """Logs once which weights are kept as floats because the kernels cannot compute them as stored or as asked."""
         if self._unquantised:
-            group = self._blocks.group_size if self._blocks else 0
+            group = self._blocks.group_sizes[-1] if self._blocks else 0
             logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
         if self._has_finer_inputs:
             logger.info("the inputs of experts keep 16 bits: their static scales are of one expert each")
@@ -343,8 +348,8 @@ class CpuWeights(CheckedWeights):
 
     def _quantised(self, name: str, floats: Tensor, bits: int, role: Role) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
-        group = self._blocks.group_size
-        if floats.shape[1] % group:
+        group = self._blocks.group_of(floats.shape[1])
+        if group is None:
             self._unquantised.add(name)
             return floats.to(self.dtype)
         floats = finite(name, floats)
@@ -374,7 +379,8 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
         if len(weight.dimensions) > 1 and isinstance(weight.dimensions[1], Axis) and weight.dimensions[1].unit == 1
     }
     if blocks is not None:
-        return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
+        sizes = {blocks.group_of(size) for size in divided.values()}
+        return 1 if None in sizes else math.lcm(*(size for size in sizes if size is not None))
     groups = [group for name in divided if name in names and (group := source.stored(name).group) is not None]
     return math.lcm(KERNEL_BLOCK, *groups) if groups else 1
 

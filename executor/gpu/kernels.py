@@ -48,7 +48,7 @@ class Rounding:
         kind = {8: "int8", 4: "int4"}.get(plan.weight_bits or 0, plan.options.quantization)
         if kind in (None, "gguf") or plan.model.stored_as:
             return None
-        return cls(str(kind), plan.options.quantization_group_size)
+        return cls(str(kind), plan.weight_groups[0] if plan.weight_groups else 0)
 
     @classmethod
     def bits_of(cls, plan: Plan, itemsize: int) -> float:

@@ -95,6 +95,23 @@ def test_the_cache_of_packed_weights_is_as_fine_as_their_activations_or_finer_un
     assert plan(description(**stored), **asked).kv_cache_dtype == decided
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "groups"),
+    [
+        ({"whole_prompts": True}, {"quantization": "int8"}, (64, 32)),
+        ({"whole_prompts": True}, {"quantization": "int8", "quantization_group_size": 32}, (32,)),
+        ({"whole_prompts": True}, {"quantization": "int4"}, (32,)),
+        ({}, {"quantization": "int8"}, (32,)),
+        ({}, {"quantization": "int4", "quantization_group_size": 128}, (128,)),
+        ({}, {}, ()),
+    ],
+)
+def test_the_groups_of_quantised_weights(
+    model: dict[str, Any], options: dict[str, Any], groups: tuple[int, ...]
+) -> None:
+    assert plan(description(**model), **options).weight_groups == groups
+
+
 def test_max_model_len_is_the_models_unless_asked_for_less() -> None:
     assert (plan().max_model_len, plan().max_model_len_is_fixed) == (8192, False)
     asked = plan(max_model_len=100)

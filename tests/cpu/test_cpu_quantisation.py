@@ -49,7 +49,7 @@ def logits_of(decoder: CpuDecoder | Decoder, **options: Any) -> tuple[list[list[
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_as_read_computes_the_dequantised_weights(bits: int) -> None:
     name, group = "qwen3", 32
-    blocks = Blocks(bits, group)
+    blocks = Blocks(bits, (group,))
     state = state_of(reference(name))
     rounded = {}
     for key, weight in state.items():
@@ -81,16 +81,31 @@ def test_weights_that_are_not_finite_are_named_and_not_made_codes(bits: int, rou
         state[name] = state[name].clone()
         state[name][6, 3] = value
         with pytest.raises(ModelError, match=f"{name} holds infinities or NaN, which cannot be quantised"):
-            program("llama", state, blocks=Blocks(bits, 32, rounds_inputs=rounds_inputs))
+            program("llama", state, blocks=Blocks(bits, (32,), rounds_inputs=rounds_inputs))
 
 
 def test_rows_that_no_group_divides_stay_floats_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        decoder = program("llama3", blocks=Blocks(8, 128))
+        decoder = program("llama3", blocks=Blocks(8, (128,)))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1, "one warning"
     assert said[0].startswith("kept as floats, as groups of 128 do not divide rows: ")
     assert relative_error(decoder, reference("llama3")) < 0.05
+
+
+def test_a_matrix_has_the_first_of_the_groups_that_divides_its_rows() -> None:
+    state = state_of(reference("llama3"))
+    widths = {weight.shape[1] for weight in state.values() if weight.dim() == 2}
+    assert {width % 64 for width in widths} == {0, 32}, "one of each kind"
+    both, small = (program("llama3", state, blocks=Blocks(8, sizes, rounds_inputs=True)) for sizes in ((64, 32), (32,)))
+    for ours, theirs in zip(both._model.layers, small._model.layers, strict=True):
+        for key in ("qkv", "down"):
+            block = "mixer" if key == "qkv" else "ffn"
+            (mine,), (other,) = (getattr(each, block)[key].weights for each in (ours, theirs))
+            expected = 64 if mine.descriptor.k % 64 == 0 else 32
+            assert (mine.descriptor.group, other.descriptor.group) == (expected, 32)
+    coarse, fine = (relative_error(each, reference("llama3")) for each in (both, small))
+    assert fine < coarse < 2 * fine
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_ERROR)
@@ -150,7 +165,7 @@ def test_a_model_whose_matrices_are_scaled_apart_answers_as_it_does_unscaled(nam
     """up by 2^-power and down by 2^power: the same function, whose codes are the same; float16 holds no such steps."""
     state = dict(state_of(reference(name)))
     scaled = {key: _scaled(key, weight, power) for key, weight in state.items()}
-    blocks = Blocks(bits, 32)
+    blocks = Blocks(bits, (32,))
     plain = logits_of(program(name, state, blocks=blocks))[1]
     apart = logits_of(program(name, scaled, blocks=blocks))[1]
     exact = logits_of(program(name, scaled))[1]

@@ -75,7 +75,7 @@ def test_experts_quantised_as_they_are_read_are_the_dequantised_ones_and_the_rou
         is_kept = weight.dim() < 2 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
         own = 8 if "embed" in name or "lm_head" in name else bits
         rounded[name] = weight if is_kept else dequantise(*quantise(weight, own, 32))
-    small = program_of(spec, DictSource(state), blocks=Blocks(bits, 32))
+    small = program_of(spec, DictSource(state), blocks=Blocks(bits, (32,)))
     assert 0 < error(logits_of(small), logits_of(program_of(spec, DictSource(rounded)))) < MIXTURE_ERROR
 
 

@@ -371,6 +371,7 @@ struct RoundedIntegers : GroupedBase {
     bool has_sums = false;
     for (int row = 0; row < kRows; ++row) {
       const auto& rounding = *reinterpret_cast<const RoundedRow*>(x + row * x_bytes);
+      if (rounding.zero == 0.0f && rounding.step == 1.0f) continue;  // groups have steps of their own
       if (rounding.zero != 0.0f && !has_sums) {
         sums_of_weights(panel, k, of_ones);
         has_sums = true;
