@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pooling_folders import WORDS, make_folder, texts_of
+from pooling_folders import WORDS, make_folder, texts_of, word
 from pooling_peers import UnixConnection, until_ready
 from report import write_report
 
@@ -39,7 +39,7 @@ def chat_folder(folder: Path) -> Path:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel({word(n): n for n in range(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1")
     made.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"

@@ -38,18 +38,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 WORDS = 20_000
 
 
+def word(number: int) -> str:
+    """Short, as vLLM refuses texts of more than six characters for each token that the model may read."""
+    return f"w{number:x}"
+
+
 def texts_of(kind: str, count: int, seed: int = 0) -> list[str]:
     generator, texts = random.Random(f"{kind} {seed}"), []
     for _ in range(count):
         tokens = LENGTHS[kind] or min(512, max(8, round(generator.lognormvariate(4.5, 0.8))))
-        texts.append(" ".join(f"w{generator.randrange(WORDS)}" for _ in range(tokens - 2)))
+        texts.append(" ".join(word(generator.randrange(WORDS)) for _ in range(tokens - 2)))
     return texts
 
 
 def pairs_of(count: int = 100, tokens: int = 200) -> list[tuple[str, str]]:
     generator = random.Random(1)
     query, *documents = (
-        " ".join(f"w{generator.randrange(WORDS)}" for _ in range(words)) for words in [12] + [tokens] * count
+        " ".join(word(generator.randrange(WORDS)) for _ in range(words)) for words in [12] + [tokens] * count
     )
     return [(query, document) for document in documents]
 
@@ -69,7 +74,7 @@ def make_folder(name: str, folder: Path) -> Path:
     named, config = SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     begin, end = ("<s>", "</s>") if named.startswith("XLM") else ("[CLS]", "[SEP]")
-    vocab = {word: index for index, word in enumerate([begin, "<pad>", end, "<unk>", *(f"w{n}" for n in range(WORDS))])}
+    vocab = {word: index for index, word in enumerate([begin, "<pad>", end, "<unk>", *map(word, range(WORDS))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     is_xlm = named.startswith("XLM")
