@@ -19,6 +19,7 @@ from rank_threads import RankThreads, pool_for_each_rank
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
+from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.families._model_types import COMPUTED_BY
@@ -80,6 +81,20 @@ def test_an_engine_gives_the_tokens_of_the_same_model_in_transformers(folder: Pa
 def test_two_ranks_give_the_tokens_of_the_same_model_in_transformers(folder: Path, name: str, kind: str) -> None:
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
     expect_answers_of_twin(folder, name, **ranks)
+
+
+OWN_OPS = ("solar",)
+"""Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
+
+
+@pytest.mark.parametrize("name", OWN_OPS)
+@pytest.mark.parametrize("kind", ["no", "tensor", "pipeline"])
+def test_layers_op_by_op_give_the_tokens_of_the_same_model_in_transformers(
+    folder: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_rank, "why_not", lambda spec, dtype, place: "the test says so.")
+    ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
+    expect_answers_of_twin(folder, name, **({} if kind == "no" else ranks))
 
 
 COMPUTED_BY_OTHERS: dict[str, dict[str, Any]] = {

@@ -10,25 +10,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import published_models
 import pytest
 import tiny_models
 from all_at_once import generate_all_at_once
 from odd_scheduling import KnowingDrafter, PreemptingScheduler
 from tiny_families import FAMILIES as DENSE
 from tiny_mixtures import FAMILIES as MIXTURES
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, TinyModel
 from tiny_recurrent import FAMILIES as RECURRENT
 
 from headrace import LLM, SamplingParams
 from headrace.core.schedule.features import drafts
 
-MODELS = {
+MODELS: dict[str, TinyModel | str] = {
     "dense": TINY_MODELS["llama"],
     "windowed": TINY_MODELS["mistral_window"],
     "inputs of each layer and shared caches": DENSE["gemma4"],
     "keys as values": DENSE["gemma4_dense"],
     "experts beside a dense FFN": DENSE["gemma4_experts"],
     "rows of hidden values": DENSE["gemma3n"],
+    "residuals that skip layers": "solar",
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],
@@ -44,6 +46,7 @@ MODELS = {
     "int8 keys beside states": RECURRENT["qwen3_5"],
     "fp8 latents beside states": RECURRENT["kimi_linear"],
 }
+"""By what distinguishes them; those of `published_models` by name."""
 CACHES = {"int8 keys beside states": "int8", "fp8 latents beside states": "fp8"}
 """Types of caches in which a row's keys lie beside its scales, in the pages that states share."""
 ASKED = ("latent", "latent and experts", "delta rule by channel", "fp8 latents beside states")
@@ -104,8 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def saved(folder: Path, name: str) -> Path:
-    model = tiny_models.make(MODELS[name], vocab_size=128)
-    model.save_pretrained(folder / name)
+    kind = MODELS[name]
+    if isinstance(kind, str):
+        return published_models.save(kind, folder / name)
+    tiny_models.make(kind, vocab_size=128).save_pretrained(folder / name)
     return folder / name
 
 

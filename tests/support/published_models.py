@@ -468,6 +468,27 @@ def _pangu(config: dict[str, Any]) -> dict[str, Any]:
     return _plain(config, **own, sandwich_norm=True, router_enable_expert_bias=True)
 
 
+SOLAR: dict[str, list[Any]] = {
+    "bskcn_1": [1, 2], "bskcn_2": [9, 1], "bskcn_3": [4], "bskcn_4": [2, 4, 5], "bskcn_tv": [0.9, 0.7]
+}  # fmt: skip
+"""Layer 2 keeps its input in the place of layer 1's, before it is changed itself; both streams are kept in the first
+half of 6 layers and taken in the second; there is no layer 9."""
+
+
+def _skip_layers(model: Any) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def before(index: int, hidden: Tensor) -> Tensor:
+        kept.update({stream: hidden for stream in (1, 2) if index in SOLAR[f"bskcn_{stream}"]})
+        for stream in (1, 2):
+            if index in SOLAR[f"bskcn_{stream + 2}"]:
+                hidden = torch.lerp(hidden, kept[stream], SOLAR["bskcn_tv"][1])
+        return hidden
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda _, given, index=index: (before(index, given[0]), *given[1:]))
+
+
 LING_NORMS = {
     "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "e_score_correction_bias": "expert_bias",
@@ -596,6 +617,11 @@ PUBLISHED: dict[str, Published] = {
               moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1,
               num_experts_per_tok=3, first_k_dense_replace=1),
         PANGU_NAMES, _pangu, _experts_apart, prepare=_add_norms_after_blocks,
+    ),
+    "solar": Published(
+        "SolarForCausalLM", _twin("Mistral", num_key_value_heads=2, num_hidden_layers=6, sliding_window=40), {},
+        lambda config: _plain(config, **SOLAR, sliding_window=40, attention_bias=False, mlp_bias=False),
+        prepare=_skip_layers,
     ),
     "telechat2": Published(
         "TeleChat2ForCausalLM", _twin("Llama", num_key_value_heads=2, attention_bias=True, mlp_bias=True),

@@ -640,7 +640,7 @@ class LayerOps(Ops, Protocol):
         """Of a `Beside` of several rows: those after the layer."""
 
     def beside(self) -> Value:
-        """Of a `Beside`: the columns beside the hidden values that the layer reads."""
+        """Of a `Beside`: the columns beside the hidden values that the layer reads, and may write if it reads all."""
 
     def wide(self) -> Value:
         """Of a `Beside`: the hidden values and the columns beside them."""

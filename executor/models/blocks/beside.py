@@ -1,5 +1,5 @@
-"""A residual stream of one or several rows of hidden values per token, with columns beside them that layers read and
-leave as they are. A CPU program computes it, too."""
+"""A residual stream of one or several rows of hidden values per token, with columns beside them that layers read
+and, where none removes any, may write. A CPU program computes it, too."""
 
 from __future__ import annotations
 

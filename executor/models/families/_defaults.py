@@ -58,6 +58,7 @@ _DEFAULTS: Mapping[str, Mapping[float, tuple[str, ...]]] = MappingProxyType(
         "sliding_window": {
             128: ("GptOss", "GraniteSWA", "GraniteMoeSWA"),
             512: ("Gemma3n", "Gemma4"),
+            2047: ("Solar",),
             4096: (
                 *("Cohere2", "Dots1", "Exaone4", "ExaoneMoe", "Gemma2", "Gemma3", "Ministral", "Mistral", "Olmo3"),
                 "VaultGemma",

@@ -160,6 +160,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "seed_oss": "SeedOssForCausalLM",
         "smollm3": "SmolLM3ForCausalLM",
         "smolvlm": "SmolVLMForConditionalGeneration",
+        "solar": "SolarForCausalLM",
         "solar_open": "SolarOpenForCausalLM",
         "stablelm": "StableLmForCausalLM",
         "step3p5": "Step3p5ForCausalLM",

@@ -132,7 +132,8 @@ _COMPUTED = """
     attention_out_bias attention_out_multiplier attention_types attention_value_scale attention_window_size attn_config
     attn_factor attn_layer_indices attn_layer_offset attn_layer_period attn_logit_softcapping attn_rotary_emb attn_scale
     attn_temperature_tuning attn_type_list beta_fast beta_slow bias block_auto_adjust_ff_dim block_configs block_ff_dim
-    block_ffn_dim_multiplier block_multiple_of block_types chunk_size clip_qkv compress_rate_csa compress_rate_hca
+    block_ffn_dim_multiplier block_multiple_of block_types
+    bskcn_1 bskcn_2 bskcn_3 bskcn_4 bskcn_tv chunk_size clip_qkv compress_rate_csa compress_rate_hca
     compress_rates compress_ratios compress_rope_theta conv1d_width conv_L_cache conv_bias conv_kernel
     decay_low_rank_dim decoder_sparse_step dense_intermediate_size dim_model_base do_layer_norm_before
     embedding_multiplier embedding_scale enable_bias enable_moe_block expand expansion_ratio expert_ffn_hidden_size
