@@ -59,6 +59,7 @@ class CpuAttend:
             soft_cap=declared.soft_cap,
             sinks=self.sinks,
             alibi=self.alibi,
+            alibi_root=declared.alibi_root,
             distance_bias=self.distance_bias,
             both_sides=not declared.causal,
         )

@@ -329,6 +329,7 @@ class EagerAttend:
             declared.soft_cap,
             sinks=sinks,
             alibi=alibi,
+            alibi_root=declared.alibi_root,
             causal=declared.causal,
             distance_bias=None
             if declared.distance_bias is None

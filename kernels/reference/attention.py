@@ -74,6 +74,8 @@ class AttentionParams:
     """[num_heads] float32: attention sinks, the score of an extra token whose value is 0."""
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
+    alibi_root: bool = False
+    """Whether a score loses slope * the root of the distance instead."""
     causal: bool = True
     """False: a token attends to the tokens after it too, as far as they are in the cache after this step."""
     distance_bias: Tensor | None = None
@@ -321,7 +323,8 @@ def _bias(params: AttentionParams, distances: Tensor, num_kv_heads: int) -> Tens
         return params.distance_bias[:, reach + distances].unflatten(0, (num_kv_heads, -1))
     if params.alibi is None:
         return None
-    return -params.alibi.view(num_kv_heads, -1, 1, 1) * distances.abs()
+    lengths = distances.abs().sqrt() if params.alibi_root else distances.abs()
+    return -params.alibi.view(num_kv_heads, -1, 1, 1) * lengths
 
 
 def _attend(

@@ -73,6 +73,10 @@ class Case:
             if params.soft_cap is not None:
                 scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
             row, column = torch.arange(start, end)[:, None], torch.arange(length)
+            if params.alibi is not None:
+                distances = (row - column).abs().double()
+                lengths = distances.sqrt() if params.alibi_root else distances
+                scores = scores - params.alibi.double()[:, None, None] * lengths
             hidden = column > row
             if params.sliding_window is not None:
                 hidden |= column <= row - params.sliding_window
@@ -178,6 +182,16 @@ def test_sinks_take_a_share_of_every_softmax(
     sinks = torch.tensor([-300.0, 300.0, -2.0, 0.0, 2.0, 9.0])[:num_heads]
     params = AttentionParams(0.125, sliding_window=window, sinks=sinks)
     assert (attend(ops, case, params) - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_alibi_lowers_scores_by_the_distance_or_its_root(ops: CpuOps, dtype: torch.dtype, root: bool) -> None:
+    case = make_case(MIXED, (6, 2, 64), 16, dtype, dtype)
+    slopes = torch.tensor([0.0, 0.7, 0.3, 0.1, 0.05, 0.004])
+    params = AttentionParams(0.125, alibi=slopes, alibi_root=root)
+    error = (attend(ops, case, params).double() - case.expected(params, case.keys, case.values)).abs()
+    assert error.max() < (4e-6 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize("window", [1, 20, 140])

@@ -83,7 +83,7 @@ def test_two_ranks_give_the_tokens_of_the_same_model_in_transformers(folder: Pat
     expect_answers_of_twin(folder, name, **ranks)
 
 
-OWN_OPS = ("solar",)
+OWN_OPS = ("solar", "step1")
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 
 

@@ -31,6 +31,7 @@ MODELS: dict[str, TinyModel | str] = {
     "experts beside a dense FFN": DENSE["gemma4_experts"],
     "rows of hidden values": DENSE["gemma3n"],
     "residuals that skip layers": "solar",
+    "ALiBi of the root": "step1",
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

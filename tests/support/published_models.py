@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from tiny_models import COMMON, TinyModel
 from torch import Tensor
 
-from headrace.executor.models.families._config import alibi_slopes
 from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
 
 State = dict[str, Tensor]
@@ -39,6 +38,8 @@ class Published:
     """Converts the twin's weights to the form that the architecture stores, before they are renamed."""
     has_alibi: bool = False
     """Whether ALiBi replaces the twin's rotary embedding."""
+    alibi_root: bool = False
+    """Whether it is of the distance's root."""
     unit_head: bool = False
     prepare: Callable[[Any], None] | None = None
     """Changes the twin's weights to those with which it computes the same."""
@@ -468,6 +469,15 @@ def _pangu(config: dict[str, Any]) -> dict[str, Any]:
     return _plain(config, **own, sandwich_norm=True, router_enable_expert_bias=True)
 
 
+def _step_1(config: dict[str, Any]) -> dict[str, Any]:
+    own = {"num_attention_groups": "num_key_value_heads", "max_seq_len": "max_position_embeddings"}
+    kept = {name: config[name] for name in COMMON if name in config}
+    for name, theirs in own.items():
+        kept[name] = config[theirs]
+        kept.pop(theirs, None)
+    return kept | {"rms_norm_eps": config["rms_norm_eps"], "tie_word_embeddings": False}
+
+
 SOLAR: dict[str, list[Any]] = {
     "bskcn_1": [1, 2], "bskcn_2": [9, 1], "bskcn_3": [4], "bskcn_4": [2, 4, 5], "bskcn_tv": [0.9, 0.7]
 }  # fmt: skip
@@ -623,6 +633,10 @@ PUBLISHED: dict[str, Published] = {
         lambda config: _plain(config, **SOLAR, sliding_window=40, attention_bias=False, mlp_bias=False),
         prepare=_skip_layers,
     ),
+    "step1": Published(
+        "Step1ForCausalLM", _twin("Llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2),
+        {}, _step_1, has_alibi=True, alibi_root=True,
+    ),
     "telechat2": Published(
         "TeleChat2ForCausalLM", _twin("Llama", num_key_value_heads=2, attention_bias=True, mlp_bias=True),
         TELECHAT2_NAMES, _telechat2, _of_telechat2, prepare=_drop_inner_biases,
@@ -687,6 +701,13 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
+def _slopes(num_heads: int) -> Tensor:
+    """ALiBi's, [num_heads]: powers of 2^(-8/n) for the power of two n below, then odd powers of 2^(-4/n)."""
+    whole = 1 << (num_heads.bit_length() - 1)
+    between = torch.arange(1, 2 * (num_heads - whole) + 1, 2)
+    return 2.0 ** (-torch.cat([8 * torch.arange(1, whole + 1), 4 * between]) / whole)
+
+
 @torch.inference_mode()
 def expected_logits(name: str, model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """The twin's logits after the prompt and after each token of the answer but the last."""
@@ -694,7 +715,8 @@ def expected_logits(name: str, model: Any, prompt: list[int], answer: list[int])
     changed: dict[str, Tensor] = {}
     if published.has_alibi:  # at position 0 nothing is rotated
         distances = torch.arange(ids.shape[1]) - torch.arange(ids.shape[1])[:, None]
-        bias = torch.tensor(alibi_slopes(model.config.num_attention_heads))[:, None, None] * distances
+        lengths = distances.abs().sqrt() if published.alibi_root else distances.abs()
+        bias = -_slopes(model.config.num_attention_heads)[:, None, None] * lengths
         causal = bias.masked_fill(distances > 0, float("-inf"))[None]
         changed = {"attention_mask": causal, "position_ids": torch.zeros_like(ids)}
     hidden = model.model(ids, use_cache=False, **changed).last_hidden_state[0, len(prompt) - 1 :]

@@ -205,6 +205,8 @@ class Attend(Declared):
     """Attention sinks: one score per head that takes part in the softmax and has no value."""
     alibi: tuple[float, ...] = ()
     """ALiBi slope of each head, by which a score falls per token of distance (Press et al. 2022); empty: no ALiBi."""
+    alibi_root: bool = False
+    """Whether a score falls by the slope times the root of the distance instead."""
     chunk_size: int | None = None
     """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
     norm_after_rotation: bool = False

@@ -60,6 +60,8 @@ class Attention(Mixer):
     """Largest magnitude of queries, keys and values, to which they are clipped after their projection and norm."""
     alibi: tuple[float, ...] = ()
     """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
+    alibi_root: bool = False
+    """Whether a score falls by the slope times the root of the distance instead."""
     causal: bool = True
     """False: a token attends to the tokens after it too."""
     distance_bias: tuple[int, int, int] | None = None
@@ -102,6 +104,7 @@ class Attention(Mixer):
             soft_cap=self.soft_cap,
             sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
             alibi=self.alibi,
+            alibi_root=self.alibi_root,
             causal=self.causal,
             distance_bias=self._distance_bias(names.distance_bias),
             query_norm=head_norms.get("query_norm"),

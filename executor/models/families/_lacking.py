@@ -33,7 +33,6 @@ _LACKING = {
     "Qwen4ExpForConditionalGeneration": _QWEN4,
     "Rnj1ForCausalLM": _REMOTE,
     "RwkvForCausalLM": "RWKV 4's recurrence",
-    "Step1ForCausalLM": f"a form of ALiBi of its own, and {_REMOTE}",
     "Step3TextForCausalLM": f"attention of factorised matrices, and {_REMOTE}",
     "ZambaForCausalLM": "one layer of attention, of twice the hidden size, that several layers of Mamba share",
     "ZayaForCausalLM": "convolutions of queries and keys, experts that an FFN chooses, and scaled residuals",

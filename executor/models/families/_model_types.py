@@ -163,6 +163,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "solar": "SolarForCausalLM",
         "solar_open": "SolarOpenForCausalLM",
         "stablelm": "StableLmForCausalLM",
+        "step1": "Step1ForCausalLM",
         "step3p5": "Step3p5ForCausalLM",
         "step3p7": "Step3p7ForConditionalGeneration",
         "starcoder2": "Starcoder2ForCausalLM",

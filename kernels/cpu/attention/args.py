@@ -79,6 +79,7 @@ class AttentionArgs(ctypes.Structure):
         ("most_tokens", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("only_logits", ctypes.c_int32),
+        ("alibi_root", ctypes.c_int32),
         ("never_skipped", ctypes.c_void_p),
     )
 

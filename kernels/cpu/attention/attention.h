@@ -56,6 +56,7 @@ struct AttentionArgs {
   DType output_type;
   // 1: only the rows in step.logits_rows need to be computed; all keys and values are still written.
   int32_t only_logits;
+  int32_t alibi_root;  // 1: a score loses slope * the root of the distance
   // Slots of adapters, or null: sequences with an adapter in them are not skipped, however many tokens they compute.
   const struct Delta* const* never_skipped;
 };

@@ -23,6 +23,7 @@ struct ScoreRule {
   float slope = 0.0f;         // ALiBi: slope * |key position - query position| is subtracted
   float distance = 0.0f;      // key position - query position of the tile's first key
   const float* bias = nullptr;  // [keys]: added to the scores, or null
+  bool root = false;            // slope * the root of that magnitude is subtracted instead
 
   // Scores are the products times a positive scale, so their order is that of the products.
   bool is_plain() const {
@@ -63,8 +64,10 @@ inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule)
       score *= rule.scale;
       if (rule.key_scales != nullptr) score *= load_floats(rule.key_scales + key);
       if (rule.soft_cap != 0.0f) score = hyperbolic_tangent(score / rule.soft_cap) * rule.soft_cap;
-      if (rule.slope != 0.0f)
-        score -= rule.slope * magnitude(__builtin_convertvector(lane_numbers() + key, Floats) + rule.distance);
+      if (rule.slope != 0.0f) {
+        const Floats distance = magnitude(__builtin_convertvector(lane_numbers() + key, Floats) + rule.distance);
+        score -= rule.slope * (rule.root ? square_root(distance) : distance);
+      }
       if (rule.bias != nullptr) score += load_floats(rule.bias + key);
       score *= kLog2E;
       store_floats(scores + key, score);

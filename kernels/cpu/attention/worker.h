@@ -238,6 +238,7 @@ class Worker {
         for (int i = 0; i < kRowSteps; ++i) fetch_.step();
         if (args_.alibi != nullptr) {
           rule.slope = args_.alibi[item.kv_head * shape_.group + g];
+          rule.root = args_.alibi_root != 0;
           rule.distance = static_cast<float>(places_->base - position);
         }
         if (args_.distance_bias != nullptr)

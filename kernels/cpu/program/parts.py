@@ -143,6 +143,8 @@ class AttentionLayer:
     """[num_heads] float32: attention sinks, the score of an extra key whose value is 0."""
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
+    alibi_root: bool = False
+    """Whether a score loses slope * the root of the distance instead."""
     distance_bias: Tensor | None = None
     """Of `AttentionParams.distance_bias`."""
     both_sides: bool = False

@@ -442,6 +442,7 @@ class Builder:
             source=rotary_args(qkv, layer),
             sinks=address_of(layer.sinks),
             alibi=address_of(layer.alibi),
+            alibi_root=layer.alibi_root,
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,

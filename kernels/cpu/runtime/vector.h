@@ -69,6 +69,17 @@ inline Floats smaller(Floats a, Floats b) {
 #endif
 }
 
+inline Floats square_root(Floats value) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(_mm512_sqrt_ps(reinterpret_cast<__m512>(value)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_sqrt_ps(reinterpret_cast<__m256>(value)));
+#else
+  for (int i = 0; i < kLanes; ++i) value[i] = std::sqrt(value[i]);
+  return value;
+#endif
+}
+
 inline float largest_lane(Floats value) {
 #if defined(HEADRACE_AVX512)
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(value));
