@@ -30,7 +30,7 @@ if reason := why_not_interpreted():
 RUNNER = Path(interpreted_decode.__file__)
 NAMES = (
     *("llama_biases+linear", "qwen3", "gemma2"),
-    *("deepseek_v2_moe", "gpt_oss", "gemma3n"),
+    *("deepseek_v2_moe", "gpt_oss", "gemma3n", "solar"),
     *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
     *("llama_biases+adapters", "qwen3+adapters"),
     *("lfm2_biases", "mamba2", "qwen3_5"),

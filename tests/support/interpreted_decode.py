@@ -43,12 +43,16 @@ def tokens_of(step: Callable[[Any], Any], kind: str = "", state_pages: int = 0, 
 
 
 def model_and_spec(name: str, kind: str = "") -> tuple[Any, Any]:
-    """With adapters a matrix takes much longer, so that there is one layer."""
+    """With adapters a matrix takes much longer, so that there is one layer. Of `published_models`, the name of one that
+    stores its twin's weights as they are."""
+    import published_models
     import tiny_models
     import tiny_recurrent
 
     from headrace.executor.models.families import spec_from_config
 
+    if name in published_models.PUBLISHED:
+        return published_models.twin_of(name), spec_from_config(published_models.config_of(name))
     if name in tiny_recurrent.FAMILIES:
         model = tiny_models.make(tiny_recurrent.FAMILIES[name])
     else:
