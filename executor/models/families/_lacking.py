@@ -21,7 +21,7 @@ _LACKING = {
         ),
         "relative positions and short convolutions of keys and values",
     ),
-    "IQuestLoopCoderForCausalLM": f"layers that are run twice, and {_REMOTE}",
+    "IQuestLoopCoderForCausalLM": f"attention to two caches in one layer, and {_REMOTE}",
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
