@@ -15,6 +15,7 @@ from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProg
 from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks.beside import Beside
+from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import given_scale, put_given
 from headrace.executor.parallel.collectives import SharedCollectives
@@ -38,6 +39,7 @@ from headrace.kernels.cpu.facade import (
     runtime,
     why_no_attention,
     why_no_latent_attention,
+    why_no_prepared_heads,
 )
 
 
@@ -58,8 +60,12 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
         if reason := block.why_no_program(spec, place.tp_size):
             return reason
-        if lacking := [type(each).__name__ for each in block.declare(spec).values() if not each.program_reader]:
+        declared = block.declare(spec).values()
+        if lacking := [type(each).__name__ for each in declared if not each.program_reader]:
             return f"the program has no op for {', '.join(lacking)}."
+        prepared = (each for each in declared if isinstance(each, PreparedHeads))
+        if reason := next(filter(None, (why_no_prepared_heads(each.head_dim) for each in prepared)), ""):
+            return reason
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
     for kept in {mixer.cache for mixer in spec.mixers if mixer.cache is not None}:

@@ -14,6 +14,7 @@ from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
 from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate
+from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
     convolve_params,
@@ -25,6 +26,7 @@ from headrace.executor.models.eager_states import (
 )
 from headrace.kernels.cpu.facade import (
     Buffer,
+    Norm,
     write_convolve,
     write_gated_lru,
     write_linear_attention,
@@ -73,6 +75,29 @@ class CpuScan(_StateOp[ScanParams]):
         out = ops.room(gate.columns, torch.float32)
         write_scan(ops.builder, mixed, steps, gate, out, self.params, ops.states, ops.state)
         return out
+
+
+@dataclass(frozen=True)
+class CpuPreparedHeads:
+    """`PreparedHeads` with the constants of their norms."""
+
+    declared: PreparedHeads
+    norms: tuple[Norm | None, Norm | None]
+    """Of queries and of keys."""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: PreparedHeads, prefix: str) -> CpuPreparedHeads:
+        query, key = (
+            None if norm is None else weights.norm(norm, prefix).constants
+            for norm in (declared.query_norm, declared.key_norm)
+        )
+        return cls(declared, (query, key))
+
+    def write(self, ops: ProgramOps, mixed: Buffer) -> Buffer:
+        columns, rotary = mixed.columns // 3, ops.rotary(self.declared.rope)
+        for index, norm in enumerate(self.norms):
+            ops.builder.prepare_heads(mixed.part(index * columns, columns), self.declared.head_dim, rotary, norm)
+        return mixed
 
 
 class CpuLinearAttention(_StateOp[LinearAttentionParams]):

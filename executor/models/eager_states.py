@@ -13,12 +13,12 @@ from torch import Tensor
 from headrace.executor.models.blocks import Axis, size_of
 from headrace.executor.models.blocks.gated_lru import Lru
 from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SparseGate
-from headrace.executor.models.blocks.linear_attention import LinearAttention
+from headrace.executor.models.blocks.linear_attention import LinearAttention, PreparedHeads
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
 from headrace.executor.models.blocks.shared_transformer import Halves
 from headrace.executor.models.blocks.short_convolution import Convolve
-from headrace.executor.models.eager import EagerWeights, SharedInputs
+from headrace.executor.models.eager import EagerNorm, EagerWeights, SharedInputs
 from headrace.executor.models.reading import CheckedWeights, own_part
 from headrace.kernels.reference.gated_lru import GatedLruParams
 from headrace.kernels.reference.linear_attention import LinearAttentionParams
@@ -209,6 +209,28 @@ class EagerScan:
     def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         result: Tensor = self._scan(mixed, steps, gate, self._params, step.states, cache.state)
         return result
+
+
+class EagerPreparedHeads:
+    """`PreparedHeads` with their norms and rotation."""
+
+    def __init__(self, weights: EagerWeights, declared: PreparedHeads, prefix: str) -> None:
+        self._num_heads = declared.num_heads // weights.place.tp_size
+        self._norms = [
+            None if norm is None else EagerNorm(weights, norm, prefix)
+            for norm in (declared.query_norm, declared.key_norm)
+        ]
+        self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
+        self._rotate = weights.kernel("rotary", head_dim=declared.head_dim)
+
+    def __call__(self, mixed: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        parts = mixed.unflatten(1, (3, self._num_heads, -1)).unbind(1)
+        query, key = (
+            part if norm is None else norm(part)[0] for part, norm in zip(parts[:2], self._norms, strict=True)
+        )
+        if self._rope_index is not None:
+            query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+        return torch.stack([query, key, parts[2]], dim=1).flatten(1)
 
 
 class EagerLinearAttention:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from headrace.kernels.cpu import build, units
-from headrace.kernels.cpu.attention.cache import CACHE_TYPES, why_no_attention, why_no_latent_attention
+from headrace.kernels.cpu.attention.cache import (
+    CACHE_TYPES,
+    why_no_attention,
+    why_no_latent_attention,
+    why_no_prepared_heads,
+)
 from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.experts.moe import ExpertDeltas, PackedExperts, why_no_experts
 from headrace.kernels.cpu.linear.args import DTYPES
@@ -94,6 +99,7 @@ __all__ = [
     "why_no_attention",
     "why_no_experts",
     "why_no_latent_attention",
+    "why_no_prepared_heads",
     "why_not_group",
     "write_convolve",
     "write_correct_rows",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import case_process
 import pretend_cases
+import published_models
 import pytest
 import tiny_models
 import tiny_recurrent
@@ -33,6 +34,7 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         tiny_models.save(name, folder / name)
     for name in pretend_cases.RECURRENT_MODELS:
         save_recurrent(folder, name)
+    published_models.save(pretend_cases.LING_LINEAR, folder / pretend_cases.LING_LINEAR)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)
     tiny_models.save("llama", folder / "llama_short_other", seed=3, num_hidden_layers=1)

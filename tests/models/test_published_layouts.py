@@ -56,8 +56,8 @@ def expect_answers_of_twin(folder: Path, name: str, **options: Any) -> None:
 def expect_answers(path: Path, logits_of: Callable[[list[int], list[int]], torch.Tensor], **options: Any) -> None:
     """logits_of: a prompt and its answer, after the prompt and after each token of the answer but the last."""
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-    num_groups = len(tiny_models.cache_groups_of(path, TIGHT["max_model_len"]))
-    blocks = tiny_models.blocks_of_one_request(path, TIGHT) + 2 + 2 * num_groups
+    groups = tiny_models.cache_groups_of(path, TIGHT["max_model_len"], TIGHT["block_size"])
+    blocks = tiny_models.blocks_of_one_request(path, TIGHT) + 2 + sum(group.pages or 2 for group in groups)
     with LLM(str(path), **TIGHT, num_gpu_blocks_override=blocks, **options) as llm:
         outputs = generate_all_at_once(llm, shared_prefix(128), params)
         (again,) = llm.generate(shared_prefix(128)[2:], params, use_tqdm=False)
@@ -65,7 +65,8 @@ def expect_answers(path: Path, logits_of: Callable[[list[int], list[int]], torch
         answer = list(output.outputs[0].token_ids)
         assert answer == logits_of(prompt, answer).argmax(-1).tolist()
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
-    assert again.num_cached_tokens
+    # Where rows keep states there is no room for the copies of them that a prefix needs.
+    assert again.num_cached_tokens or any(group.pages for group in groups)
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
 
 

@@ -22,6 +22,8 @@ MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_p
 RECURRENT_MODELS = {"lfm2": 22, "mamba2": 8, "falcon_h1": 80, "qwen3_5": 60}
 """Those of `tiny_recurrent`, with the blocks of little more than two rows' states and one row's tokens."""
 """The models of `tiny_models` that need different work of the device."""
+LING_LINEAR = "bailing_moe_v2_5"
+"""Of `published_models`."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
     "activation_kernel",
@@ -136,6 +138,10 @@ def case_tokens_of_a_model_whose_rows_have_states(folder: Path) -> None:
 def long_case_tokens_of_all_models_whose_rows_have_states(folder: Path) -> None:
     for model in RECURRENT_MODELS:
         tokens_of(folder / model)
+
+
+def long_case_tokens_of_lightning_attention_whose_heads_are_normed_and_rotated(folder: Path) -> None:
+    tokens_of(folder / LING_LINEAR)
 
 
 def case_everything_that_follows_logits(folder: Path) -> None:

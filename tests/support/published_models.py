@@ -10,11 +10,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tiny_models
 import torch
+from lightning_twin import Ling
 from safetensors.torch import save_file
 from tiny_models import COMMON, TinyModel
 from torch import Tensor
@@ -441,6 +443,37 @@ def _sarvam_mla(config: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _ling_linear(ling: Ling, config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "moe_intermediate_size", "n_group", "topk_group", "first_k_dense_replace", "num_experts_per_tok",
+        "norm_topk_prob", "routed_scaling_factor", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "q_lora_rank", "rope_interleave",
+    )  # fmt: skip
+    return _plain(
+        config, **{name: config[name] for name in kept}, num_experts=config["n_routed_experts"],
+        num_shared_experts=config["n_shared_experts"], score_function="sigmoid", scoring_func="sigmoid",
+        topk_method="noaux_tc", seq_aux=True, router_dtype="fp32", moe_router_enable_expert_bias=True, use_rmsnorm=True,
+        num_nextn_predict_layers=0, mtp_loss_scaling_factor=0, embedding_dropout=0.0, output_dropout=0.0,
+        max_window_layers=20, **ling.config(),
+    )  # fmt: skip
+
+
+def _ling_2_5(ling: Ling, **config: Any) -> Published:
+    base = {
+        "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 6e5},
+    }  # fmt: skip
+    return Published(
+        "BailingMoeV2_5ForCausalLM", _twin("DeepseekV3", **base | config), LING_LINEAR_NAMES,
+        partial(_ling_linear, ling), _experts_apart, prepare=ling.put_into,
+    )  # fmt: skip
+
+
+LING_LINEAR_NAMES = {
+    **LING_NAMES, "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"
+}  # fmt: skip
 PANGU_NAMES = {
     "post_attention_layernorm": "pre_mlp_layernorm", "attention_end": "post_attention_layernorm",
     "mlp_end": "post_mlp_layernorm",
@@ -598,6 +631,11 @@ PUBLISHED: dict[str, Published] = {
         "BailingMoeV2ForCausalLM",
         _twin("Glm4Moe", **LING_TWIN, n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=1.5),
         LING_NAMES | LING_NORMS, lambda config: _as_ling(config, partial_rotary_factor=0.5, rotary_dim=8), _of_ling,
+    ),
+    "bailing_moe_v2_5": _ling_2_5(Ling(period=2), num_hidden_layers=5, q_lora_rank=16),
+    "bailing_moe_v2_5_plain": _ling_2_5(  # all that the other has not, and no power of two of heads
+        Ling(period=3, rotated=0, groups=1, silu=True, norms=False, qkv_bias=True, bias=True), num_hidden_layers=3,
+        num_attention_heads=6, num_key_value_heads=6, q_lora_rank=None, attention_bias=True,
     ),
     "sarvam_moe": Published(
         "SarvamMoEForCausalLM",

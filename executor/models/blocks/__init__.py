@@ -490,7 +490,7 @@ class StateMixer(Mixer):
 
     cpu_alone = "a recurrence without kernels for GPUs"
     num_heads: int = 0
-    rope: None = None
+    rope: RopeSpec | None = None
     sliding_window: None = None
 
     @property

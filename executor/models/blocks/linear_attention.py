@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from headrace.executor.models.arch import ArchSpec, Fused, Kept
-from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, StateMixer, Vector, Weight
+from headrace.executor.models.arch import ArchSpec, Fused, Kept, RopeSpec
+from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Norm, StateMixer, Vector, Weight
 from headrace.executor.models.blocks.gated_norm import GateActivation, GatedNorm
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.ipc.failure import ModelError
@@ -202,9 +202,46 @@ class DeltaRule(StateMixer):
 
 
 @dataclass(frozen=True)
+class PreparedHeads(Declared):
+    """Norms and rotates the heads of queries and keys before a recurrence.
+
+    mix(mixed): queries, keys and values of `num_heads` heads each, side by side -> the same, of which each query and
+    each key is normed, then rotated to its token's position. mixed itself may be overwritten."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerPreparedHeads"
+    program_reader = "headrace.executor.cpu.recurrent:CpuPreparedHeads.read"
+
+    num_heads: int
+    """Heads of all ranks together."""
+    head_dim: int
+    rope: RopeSpec | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+    def weights(self) -> Iterator[Weight]:
+        for each in (self.query_norm, self.key_norm):
+            if each is not None:
+                yield from each.weights()
+
+
+@dataclass(frozen=True)
+class LightningNames:
+    """Names of a mixer's weights."""
+
+    query: str = "in_q"
+    key: str = "in_k"
+    value: str = "in_v"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    gate: str = "output_gate"
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+@dataclass(frozen=True)
 class Lightning(StateMixer):
     """Lightning attention: keys and values are added as they are, and each head's states decay at a rate of its own; a
-    norm of all heads as one row, and a gate."""
+    norm of all heads as one row or in groups, and a gate. Names of weights are relative to `at`."""
 
     cpu_alone = ""
 
@@ -214,13 +251,30 @@ class Lightning(StateMixer):
     """Each head's rate of decay per token."""
     norm_eps: float = 1e-6
     at: str = "self_attn"
+    names: LightningNames = LightningNames()
+    activation: Literal["silu"] | None = "silu"
+    """Of queries, keys and values."""
+    head_norm_eps: float | None = None
+    """eps of the norms of each query and key; None: they are not normed."""
+    rope: RopeSpec | None = None
+    scale: float = 1.0
+    """Multiplies queries."""
+    groups: int = 1
+    """Parts of a row, of equal size, that are normed by themselves."""
+    bias: bool = False
+    """Whether the query, key and value projections have biases."""
+    output_bias: bool = False
 
     @property
     def inner(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def _prepares(self) -> bool:
+        return self.rope is not None or self.head_norm_eps is not None
+
     def fused(self) -> Fused:
-        """How checkpoints store the projections, by head."""
+        """How MiniMax's checkpoints store the projections, by head."""
         return Fused(
             f"{self.at}.qkv_proj", tuple((f"{self.at}.in_{name}", self.head_dim) for name in "qkv"), self.heads
         )
@@ -232,34 +286,57 @@ class Lightning(StateMixer):
         return 3 * self.inner // tp_size
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        at, hidden, inner = self.at, spec.hidden_size, Axis(self.inner, unit=self.head_dim)
+        at, names, hidden, inner = f"{self.at}.", self.names, spec.hidden_size, Axis(self.inner, unit=self.head_dim)
+        mixed = tuple((at + name, inner) for name in (names.query, names.key, names.value))
         sizes = (self.heads, self.heads, self.head_dim, self.head_dim)
-        return {
-            "mixed": Linear(tuple((f"{at}.in_{name}", inner) for name in "qkv"), hidden, activation="silu"),
-            "gate": Linear(((f"{at}.output_gate", inner),), hidden),
-            "attend": LinearAttention(*sizes, scale=1.0, rates=self.rates, convolved=False),
-            "norm": GatedNorm(f"{at}.norm", inner, self.inner, self.norm_eps, "sigmoid"),
-            "output": Linear(((f"{at}.out_proj", hidden),), inner),
+        found: dict[str, Declared] = {
+            "mixed": Linear(mixed, hidden, self.bias, activation=self.activation),
+            "gate": Linear(((at + names.gate, inner),), hidden),
+            "attend": LinearAttention(*sizes, scale=self.scale, rates=self.rates, convolved=False),
+            "norm": GatedNorm(at + names.norm, inner, self.inner // self.groups, self.norm_eps, "sigmoid"),
+            "output": Linear(((at + names.output, hidden),), inner, self.output_bias),
         }
+        if self._prepares:
+            norms = (self._head_norm(at + name) for name in (names.query_norm, names.key_norm))
+            found["prepare"] = PreparedHeads(self.heads, self.head_dim, self.rope, *norms)
+        return found
+
+    def _head_norm(self, name: str) -> Norm | None:
+        if self.head_norm_eps is None:
+            return None
+        return Norm(name, self.head_dim, "rms", self.head_norm_eps, weight_offset=0.0, affine=True)
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        gate = ops.linear(held["gate"], x)
-        attended = ops.mix(held["attend"], ops.linear(held["mixed"], x))
+        gate, mixed = ops.linear(held["gate"], x), ops.linear(held["mixed"], x)
+        if self._prepares:
+            mixed = ops.mix(held["prepare"], mixed)
+        attended = ops.mix(held["attend"], mixed)
         return [ops.product(held["output"], ops.compute(held["norm"], attended, gate))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Lightning:
         if self.heads % tp_size:
             raise ModelError(f"{self.heads} heads of lightning attention cannot be divided among {tp_size} ranks")
+        if self.groups > 1 and self.groups % tp_size:
+            raise ModelError(
+                f"{self.groups} groups of heads that are normed together cannot be divided among {tp_size} ranks"
+            )
         return self
 
     def values_per_token(self, tp_size: int) -> int:
-        return 6 * self.inner // tp_size
+        """The projections and the recurrence's results, before and after the norm; op by op, prepared heads too."""
+        return (6 + 3 * self._prepares) * self.inner // tp_size
 
     def problem(self) -> str:
-        for name in ("heads", "head_dim"):
+        for name in ("heads", "head_dim", "groups"):
             if getattr(self, name) < 1:
                 return f"lightning attention's {name} must be at least 1, got {getattr(self, name)}"
+        if self.inner % self.groups:
+            return f"{self.heads} heads of {self.head_dim} values cannot be normed in {self.groups} equal groups"
+        if self.rope is not None and (self.rope.rotary_dim % 2 or not 2 <= self.rope.rotary_dim <= self.head_dim):
+            return f"{self.rope.rotary_dim} rotary dimensions must be even and fit a head of {self.head_dim}"
         return "" if len(self.rates) == self.heads else f"{len(self.rates)} rates of decay for {self.heads} heads"
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program norms all heads as one row, and ranks have a part of it each." if tp_size > 1 else ""
+        if self.groups == 1 and tp_size > 1:
+            return "the program norms all heads as one row, and ranks have a part of it each."
+        return ""

@@ -8,7 +8,6 @@ _QWEN4 = "embeddings of n-grams in some layers, with a convolution of their own,
 _LACKING = {
     "AXK2ForCausalLM": "norms whose outputs are gated by two matrices of low rank",
     "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
-    "BailingMoeV2_5ForCausalLM": f"lightning attention with groups of heads, and {_REMOTE}",
     "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
     "DiffLlamaForCausalLM": "differences of two attentions",
     "DogeForCausalLM": "masks that are computed of values",

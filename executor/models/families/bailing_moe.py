@@ -2,6 +2,7 @@
 beside attention with normed queries and keys, of which half is rotated in Ling 2."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,11 +62,9 @@ def build(config: Config) -> ArchSpec:
     else:
         routing = Routing(integer(config, "num_experts_per_tok"), "softmax", flag(config, "norm_topk_prob", True))
     head_dim, heads = head_dim_of(config), integer(config, "num_attention_heads")
-    config = _with_rotary_factor(config, head_dim)
+    config = with_rotary_factor(config, head_dim)
     kv_heads = integer(config, "num_key_value_heads", heads)
     rows = {NAMES.query: heads, NAMES.key: kv_heads, NAMES.value: kv_heads}
-    count, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 0)
-    ignorable = tuple(rf"^model\.layers\.{count + index}\." for index in range(further))
     return llama_like(
         config,
         attention={
@@ -75,11 +74,17 @@ def build(config: Config) -> ArchSpec:
         },
         ffn=mixture_after_dense(config, routing, correction=is_corrected, shared_inner=shared_inner(config, name)),
         fused=(Fused(f"{AT}.query_key_value", tuple((name, each * head_dim) for name, each in rows.items())),),
-        names=WeightNames(**vars(NAMES) | {"ignorable": (*NAMES.ignorable, *ignorable)}),
+        names=replace(NAMES, ignorable=(*NAMES.ignorable, *ignorable_layers(config))),
     )
 
 
-def _with_rotary_factor(config: Config, head_dim: int) -> Config:
+def ignorable_layers(config: Config) -> tuple[str, ...]:
+    """Patterns of the weights of further layers, for multi-token prediction."""
+    count, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 0)
+    return tuple(rf"^model\.layers\.{count + index}\." for index in range(further))
+
+
+def with_rotary_factor(config: Config, head_dim: int) -> Config:
     """With `partial_rotary_factor` of a `rotary_dim` that the config has. Raises ModelError if it says another one."""
     rotary_dim = optional_integer(config, "rotary_dim")
     if rotary_dim is None:

@@ -84,3 +84,8 @@ def why_no_latent_attention(latent_size: int) -> str:
     if latent_size % 8 != 0 or not 0 < latent_size <= MOST_LATENT_DIM:
         return f"latent attention keeps up to {MOST_LATENT_DIM} values in steps of 8 on the CPU, not {latent_size}."
     return ""
+
+
+def why_no_prepared_heads(head_dim: int) -> str:
+    """The reason why heads of this size cannot be normed and rotated, in a sentence; "" if they can."""
+    return "" if head_dim <= MOST_HEAD_DIM else f"heads of {head_dim} are not rotated on the CPU, {MOST_HEAD_DIM} are."

@@ -208,12 +208,17 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
         cache=cache,
     )
     if layer.rotary is not None:
-        check_tables(layer.rotary)
-        cos, sin = layer.rotary.cos, layer.rotary.sin
-        if 2 * cos.shape[1] > head_dim:
-            raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
-        args.cos, args.sin, args.rotary_half = pointer(cos), pointer(sin), cos.shape[1]
+        set_rotation(args, layer.rotary, head_dim)
     return args
+
+
+def set_rotation(args: RotaryArgs, rotary: Rotary, head_dim: int) -> None:
+    """Raises ValueError for tables that do not fit a head."""
+    check_tables(rotary)
+    cos, sin = rotary.cos, rotary.sin
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
+    args.cos, args.sin, args.rotary_half = pointer(cos), pointer(sin), cos.shape[1]
 
 
 def check_tables(rotary: Rotary) -> None:

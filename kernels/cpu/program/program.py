@@ -16,7 +16,8 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from headrace.kernels.cpu.attention.args import AttentionArgs, RotaryArgs
+from headrace.kernels.cpu.attention.args import AttentionArgs, KvCacheC, RotaryArgs
+from headrace.kernels.cpu.attention.cache import why_no_prepared_heads
 from headrace.kernels.cpu.attention.latent import LatentLayer, PackedLatentUp, expanded_args, latent_args
 from headrace.kernels.cpu.elementwise.args import (
     ActivationArgs,
@@ -54,12 +55,14 @@ from headrace.kernels.cpu.program.parts import (
     AttentionLayer,
     Buffer,
     Norm,
+    Rotary,
     address_of,
     check_vector,
     matrix_of,
     require_same,
     rotary_args,
     rows_within,
+    set_rotation,
     with_own_copies,
 )
 from headrace.kernels.cpu.program.run import Program, Written
@@ -431,6 +434,29 @@ class Builder:
             self._limit_positions(len(layer.rotary.cos))
         name = "hr_op_rotary_and_cache_write"
         self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
+
+    def prepare_heads(self, x: Buffer, head_dim: int, rotary: Rotary | None, norm: Norm | None = None) -> None:
+        """Norms each head of x, then rotates it to its token's position, in place. Nothing is written to a cache.
+
+        Raises ValueError for sizes that the kernel does not support."""
+        if reason := why_no_prepared_heads(head_dim):
+            raise ValueError(reason)
+        args = RotaryArgs(
+            query=x.address,
+            query_stride=x.stride,
+            cache=KvCacheC(head_dim=head_dim),
+            num_heads=x.columns // head_dim,
+            type=x.type,
+        )
+        if norm is not None:
+            for vector in (norm.weight, norm.bias):
+                check_vector(vector, head_dim, "a head's norm")
+            args.query_norm, args.query_norm_bias = address_of(norm.weight), address_of(norm.bias)
+            args.norm_eps, args.norm_kind = norm.eps, NORM_KINDS[norm.kind]
+        if rotary is not None:
+            set_rotation(args, rotary, head_dim)
+            self._limit_positions(len(rotary.cos))
+        self._add("rotary", "hr_op_rotary_and_cache_write", args, (x,), (x,), keep=(rotary, norm))
 
     def attend(self, qkv: Buffer, out: Buffer, layer: AttentionLayer, *, only_logits: bool = False) -> None:
         """Paged attention, after `write_cache`. only_logits: only rows whose logits the step asks for need to be
