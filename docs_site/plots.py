@@ -60,6 +60,14 @@ Answers that must fit a JSON schema, beside the same ones without it. {_about("s
 
 {_table(of_structured)}
 
+## Embeddings and rerankings
+
+Models of true dimensions with random weights, engines one after another in one sitting. {_about("pooling_peers")}
+Texts of mixed lengths and 100 documents of 200 tokens, in tokens per second; and one text of 16 tokens, in milliseconds,
+of a request to Headrace's server or of a call.
+
+{_pooling()}
+
 ## What a server adds
 
 A model that costs almost nothing (one layer, 128 wide), so that what remains is the servers' own time: 64 streams of
@@ -102,6 +110,26 @@ def _of_http() -> Plot:
         for server in servers
     }
     return Plot("http", "Tokens per second of a model that costs almost nothing", "tokens/s", {"64 streams": rates})
+
+
+def _pooling() -> str:
+    results: dict[str, dict[str, Any]] = _read("pooling_peers")["results"]
+    columns: dict[str, dict[str, str]] = {}
+    for model, engines in results.items():
+        for engine, cases in engines.items():
+            for case, found in cases.items():
+                if case in ("mix", "rerank"):
+                    columns.setdefault(model, {})[engine] = f"{found['tok_s']:,.0f}"
+                elif case == "one":
+                    milliseconds = 1e3 * statistics.median(found["seconds"])
+                    columns.setdefault(f"{model}, one text", {})[engine] = f"{milliseconds:.2f} ms"
+    names = list(dict.fromkeys(name for engines in results.values() for name in engines))
+    lines = [f"| engine | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        cells = [column.get(name, "-") for column in columns.values()]
+        if set(cells) != {"-"}:
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _read(name: str) -> dict[str, Any]:
