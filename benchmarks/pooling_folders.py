@@ -74,8 +74,8 @@ def make_folder(name: str, folder: Path) -> Path:
     named, config = SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     begin, end = ("<s>", "</s>") if named.startswith("XLM") else ("[CLS]", "[SEP]")
-    vocab = {word: index for index, word in enumerate([begin, "<pad>", end, "<unk>", *map(word, range(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    vocab = {word: index for index, word in enumerate([begin, "<pad>", end, "<unknown>", *map(word, range(WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     is_xlm = named.startswith("XLM")
     joined = f"{end}:0 {end}:0 $B:0 {end}:0" if is_xlm else f"{end}:0 $B:1 {end}:1"
@@ -83,7 +83,7 @@ def make_folder(name: str, folder: Path) -> Path:
         single=f"{begin}:0 $A:0 {end}:0", pair=f"{begin}:0 $A:0 {joined}", special_tokens=[(begin, 0), (end, 2)]
     )
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, cls_token=begin, sep_token=end, pad_token="<pad>", unk_token="<unk>",
+        tokenizer_object=tokenizer, cls_token=begin, sep_token=end, pad_token="<pad>", unk_token="<unknown>",
         model_max_length=512,
     ).save_pretrained(folder)  # fmt: skip
     torch.manual_seed(0)

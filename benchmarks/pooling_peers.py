@@ -142,7 +142,8 @@ def peer(python: Path, name: str, folder: Path, cases: list[dict[str, Any]]) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    lines = done.stdout.splitlines()  # vLLM logs there, too
+    found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     return found
 
 
