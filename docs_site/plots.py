@@ -63,8 +63,9 @@ Answers that must fit a JSON schema, beside the same ones without it. {_about("s
 ## Embeddings and rerankings
 
 Models of true dimensions with random weights, engines one after another in one sitting. {_about("pooling_peers")}
-Texts of mixed lengths and 100 documents of 200 tokens, in tokens per second; and one text of 16 tokens, in milliseconds,
-of a request to Headrace's server or of a call.
+
+Texts of mixed lengths and 100 documents of 200 tokens, in tokens per second; and one text of 16 tokens, in
+milliseconds, of a request to Headrace's server or of a call.
 
 {_pooling()}
 
