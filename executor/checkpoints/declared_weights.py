@@ -247,7 +247,7 @@ def places_of(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
         found |= _sublayers(spec, prefix, held)
     for index, layer in enumerate(spec.layers):
         start = names.layer(prefix, index)
-        for fused in spec.fused:
+        for fused in spec.fused_in(index):
             found |= _parts_of(fused, start, held)
         rope = layer.mixer.rope
         if rope is None or not rope.interleaved:

@@ -165,6 +165,8 @@ class Fused:
     groups: int = 1
     transposed: bool = False
     """Whether the tensor is stored as [columns, rows], as GPT-2's are."""
+    layers: frozenset[int] | None = None
+    """Indices of the layers that have it, where its parts have other numbers of rows in others; None: all."""
 
 
 @dataclass(frozen=True)
@@ -433,6 +435,10 @@ class ArchSpec:
     def intermediate_size(self) -> int:
         """The largest inner size of the FFNs."""
         return max(ffn.inner for ffn in {layer.ffn for layer in self.layers})
+
+    def fused_in(self, index: int) -> tuple[Fused, ...]:
+        """Those that the layer of this index has."""
+        return tuple(each for each in self.fused if each.layers is None or index in each.layers)
 
     def layer_prefix(self, prefix: str, index: int) -> str:
         """The prefix of the names of the weights that a layer is computed with. prefix: of the model's names."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import published_models
 import pytest
 import quantised_checkpoints as made
 import tiny_models
@@ -290,6 +291,46 @@ def test_experts_of_deepseek_v4_are_read_from_4_bit_floats(beside: bool, tmp_pat
     assert weights.packed("model.layers.0.mlp.experts.0.gate_proj.weight").kind == "float4"
     decoder = Decoder(spec_from_config(checkpoint.config), weights, torch.float32, "cpu")
     assert error_of(decoder, expected.double()) < EXACT_ERROR
+
+
+QKV_CHUNKS = 2
+"""Chunks of a fused matrix, as many as MiMo V2.5's layers of full attention have key/value heads."""
+
+
+BLOCKS_OF_CHUNKS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "of each chunk": lambda fused: made.in_fp8_by_chunk(fused, 32, 32, QKV_CHUNKS),
+    "in one grid": lambda fused: made.in_fp8(fused, 32, 32),
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS_OF_CHUNKS)
+def test_fused_matrices_of_mimo_v2_5_are_read_by_chunk(blocks: str, tmp_path: Path) -> None:
+    """In the published layout: Q0 K0 V0 Q1 K1 V1, with a number of rows in each chunk that is no whole number of
+    blocks."""
+    model = published_models.twin_of("mimo_v2_5")
+    folder, state = published_models.save("mimo_v2_5", tmp_path / "model"), dict(model.state_dict())
+    stored = load_file(folder / "model.safetensors")
+    for index in range(model.config.num_hidden_layers):
+        names = [f"model.layers.{index}.self_attn.{each}_proj.weight" for each in "qkv"]
+        parts = [state[name].chunk(QKV_CHUNKS) for name in names]
+        fused = torch.cat([part[chunk] for chunk in range(QKV_CHUNKS) for part in parts])
+        at = f"model.layers.{index}.self_attn.qkv_proj.weight"
+        stored[at], scales, values = BLOCKS_OF_CHUNKS[blocks](fused)
+        stored[f"{at}_scale_inv"] = scales
+        own = -(-len(fused) // QKV_CHUNKS // 32) * QKV_CHUNKS
+        assert (len(scales) == own) == (blocks == "of each chunk"), "the two differ"
+        sizes = [len(part[0]) for part in parts]
+        chunks = [chunk.split(sizes) for chunk in values.chunk(QKV_CHUNKS)]
+        state |= {name: torch.cat(part) for name, part in zip(names, zip(*chunks, strict=True), strict=True)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    section = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    config = published_models.config_of("mimo_v2_5") | {"quantization_config": section}
+    (folder / "config.json").write_text(json.dumps(config))
+    model.load_state_dict(state)
+    model.config._experts_implementation = "eager"
+    decoder = opened(folder)
+    assert "e4m3" in kinds_of(decoder)
+    assert error_of(decoder, model.double()) < EXACT_ERROR
 
 
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:

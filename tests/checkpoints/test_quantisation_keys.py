@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from quantisation_configs import CONFIGS, Described
+from quantisation_configs import CONFIGS, FUSED, Described
 from quantised_checkpoints import write
 
 from headrace.core.options.engine_options import Options
@@ -47,7 +47,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     @cache
     def folder(case: str) -> Path:
         made = tmp_path_factory.mktemp("checkpoint")
-        write(made, tiny_models.build("llama", **SIZES), *described(case))
+        write(made, tiny_models.build("phi3" if case == FUSED else "llama", **SIZES), *described(case))
         return made
 
     return folder

@@ -320,6 +320,18 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("dbrx", {"rope_parameters": {"rope_theta": 500.0}}, "rope_theta is 500.0, and 300.0 in its attn_config"),
     ("dbrx", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta is 10000.0, and 300.0 in its attn_config"),
     ("mimo_v2", {"sliding_window": 21}, "sliding_window is 21 and its sliding_window_size 19"),
+    ("mimo_v2_5", {"hybrid_layer_pattern": None}, "has no hybrid_layer_pattern, which has 0 or 1 for each layer"),
+    ("mimo_v2_5", {"moe_layer_freq": 1}, "moe_layer_freq must have 0 or 1 for each layer, got 1"),
+    (
+        "mimo_v2_5",
+        {"swa_num_key_value_heads": 1, "quantization_config": {"quant_method": "fp8"}},
+        "num_key_value_heads is 2, and does not divide 4 heads of queries and 1 of keys",
+    ),
+    (
+        "mimo_v2_5",
+        {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["model.layers.0.self_attn.qkv_proj"]}},
+        "ignored_layers names qkv_proj; its rows are known in fp8, or with no matrix in fp8",
+    ),
     ("codegen", {"n_head": 2}, "n_head is 2; a multiple of 4 can be read"),
     ("solar", {"bskcn_2": [True]}, r"bskcn_2 must be a list of layers, counted from 0, got \[True\]"),
     ("solar", {"bskcn_1": [5]}, "bskcn_3 has layer 4, which needs an equal or smaller one in its bskcn_1"),

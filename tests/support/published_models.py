@@ -471,6 +471,34 @@ def _ling_2_5(ling: Ling, **config: Any) -> Published:
     )  # fmt: skip
 
 
+def _mimo_v2_5(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "head_dim", "v_head_dim", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "norm_topk_prob",
+        "n_group", "topk_group", "attention_bias", "attention_value_scale",
+    )  # fmt: skip
+    full, slides = (config["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    found = {
+        **_plain(config | {"rope_parameters": full}), **{name: config[name] for name in kept},
+        "layernorm_epsilon": config["rms_norm_eps"], "swa_rope_theta": slides["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"], "sliding_window_size": config["sliding_window"] - 1,
+        "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config["layer_types"]],
+        "moe_layer_freq": [int(each == "sparse") for each in config["mlp_layer_types"]],
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "moe_router_dtype": "float32",
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"], "scoring_func": "sigmoid",
+        "n_shared_experts": None, "topk_method": "noaux_tc", "routed_scaling_factor": None, "model_type": "mimo_v2",
+        **{f"swa_{name}": config[name] for name in ("num_attention_heads", "head_dim", "v_head_dim")},
+    }  # fmt: skip
+    del found["rms_norm_eps"]
+    return found
+
+
+MIMO_V2_NAMES = {"self_attn.sinks": "self_attn.attention_sink_bias"}
+MIMO_MEDIA = ("visual.patch_embed.proj", "audio_encoder.layers.0.q_proj", "speech_embeddings.0", "model.mtp.layers.0.e")
+MIMO_V2_5 = {
+    "layer_types": ["full_attention", "sliding_attention"], "head_dim": 24, "v_head_dim": 8,
+    "num_key_value_heads": 2, "sliding_window_size": 19, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "max_position_embeddings": 1024, "vocab_size": 320,
+}  # fmt: skip
 LING_LINEAR_NAMES = {
     **LING_NAMES, "self_attn.": "attention.", "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"
 }  # fmt: skip
@@ -636,6 +664,15 @@ PUBLISHED: dict[str, Published] = {
     "bailing_moe_v2_5_plain": _ling_2_5(  # all that the other has not, and no power of two of heads
         Ling(period=3, rotated=0, groups=1, silu=True, norms=False, qkv_bias=True, bias=True), num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=6, q_lora_rank=None, attention_bias=True,
+    ),
+    "mimo_v2_5": Published(
+        "MiMoV2ForCausalLM", _twin("MiMoV2Flash", **MIMO_V2_5), MIMO_V2_NAMES, _mimo_v2_5,
+        lambda state: _experts_apart(_fused("self_attn.qkv_proj", 1)(state)),
+    ),
+    "mimo_v2_5_apart": Published(
+        "MiMoV2ForCausalLM", _twin("MiMoV2Flash", **MIMO_V2_5), MIMO_V2_NAMES,
+        lambda config: _mimo_v2_5(config) | {"vision_config": {"depth": 1}, "audio_config": {}},
+        lambda state: _experts_apart(state) | {f"{name}.weight": torch.ones(8) for name in MIMO_MEDIA},
     ),
     "sarvam_moe": Published(
         "SarvamMoEForCausalLM",

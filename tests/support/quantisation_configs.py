@@ -127,6 +127,8 @@ TRANSFORMERS = {
     "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
     "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True, "backend": "auto",
 }  # fmt: skip
+FUSED = "fp8 of MiMo V2.5"
+"""A case for a model whose queries, keys and values are one matrix."""
 CONFIGS: dict[str, Callable[[], Described]] = {
     "gptq of AutoGPTQ": described(
         made.gptq(4, symmetric=False),
@@ -176,6 +178,7 @@ CONFIGS: dict[str, Callable[[], Described]] = {
         made.gptq(4, v2=True)[1],
     ),
     "fp8 of DeepSeek": described(made.fp8("blocks"), fmt="e4m3", scale_fmt="ue8m0", expert_dtype="fp8"),
+    FUSED: described(made.fp8("chunks"), num_key_value_heads=4),
     "fp8 of GPTQModel": described(
         made.fp8("divisors"), format="float8_e4m3fn", checkpoint_format="float8_e4m3fn", bits=8, group_size=-1
     ),

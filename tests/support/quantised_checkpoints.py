@@ -201,12 +201,15 @@ def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
 
 
 def fp8(kind: str) -> tuple[dict[str, Any], Writer]:
-    """Kinds: `matrix` has one scale, `rows` one per row, and all others one per block of 32 x 64."""
+    """Kinds: `matrix` has one scale, `rows` one per row, and all others one per block of 32 x 64; `chunks` has blocks
+    of their own in each quarter of a qkv_proj."""
     rows, columns = {"matrix": (1 << 20, 1 << 20), "rows": (1, 1 << 20)}.get(kind, (32, 64))
     in_blocks, of_two = kind not in ("matrix", "rows"), kind.startswith("exponents")
 
     def writer(module: str, weight: Tensor) -> Written:
         codes, scales, values = in_fp8(weight, rows, columns, of_two)
+        if kind == "chunks" and module.endswith("qkv_proj"):
+            codes, scales, values = in_fp8_by_chunk(weight, rows, columns, 4)
         if in_blocks:
             if of_two:
                 exponents = (scales.log2() + 127).to(torch.uint8)
@@ -233,6 +236,12 @@ def in_fp8(weight: Tensor, rows: int, columns: int, of_two: bool = False) -> tup
             wide[part] = scales[i, j]
     codes = (weight / wide).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * wide
+
+
+def in_fp8_by_chunk(weight: Tensor, rows: int, columns: int, chunks: int) -> tuple[Tensor, ...]:
+    """As `in_fp8`, with blocks that begin anew in each chunk of the rows."""
+    each = zip(*(in_fp8(chunk, rows, columns) for chunk in weight.chunk(chunks)), strict=True)
+    return tuple(torch.cat(part) for part in each)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

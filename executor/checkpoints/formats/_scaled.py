@@ -16,12 +16,18 @@ from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight, Inpu
 
 
 def floats_of_8_bits(
-    module: str, weight: Tensor, scales: Tensor, *, group: int | None = None, block: tuple[int, int] | None = None
+    module: str,
+    weight: Tensor,
+    scales: Tensor,
+    *,
+    group: int | None = None,
+    block: tuple[int, int] | None = None,
+    chunks: int = 1,
 ) -> GroupedWeight:
     """weight [n, k] float8_e4m3fn; scales as in `scales_of_rows`: floats, or exponents of powers of two (e8m0)."""
     if scales.dtype in EXPONENTS:
         scales = powers_of_two(scales)
-    wide, group = scales_of_rows(module, tuple(weight.shape), scales, group, block)
+    wide, group = scales_of_rows(module, tuple(weight.shape), scales, group, block, chunks)
     return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group)
 
 
@@ -78,17 +84,24 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def scales_of_rows(
-    module: str, shape: tuple[int, ...], scales: Tensor, group: int | None, block: tuple[int, int] | None = None
+    module: str,
+    shape: tuple[int, ...],
+    scales: Tensor,
+    group: int | None,
+    block: tuple[int, int] | None = None,
+    chunks: int = 1,
 ) -> tuple[Tensor, int]:
     """(scales [n, k / size], group size) of a matrix of `shape` (n, k). The given scales are those of groups of `group`
     neighbours; of blocks (rows, columns), the last of which may be incomplete; else of the matrix or of each row.
+    chunks: number of equal parts of the rows, each of which has blocks of its own.
     """
     n, k = shape
     if scales.dtype not in SCALE_DTYPES:
         scales = scales.float()
     if block is not None and scales.dim() == 2:
         rows, columns = block
-        needed = -(-n // rows), -(-k // columns)
+        each = n // chunks
+        needed = chunks * -(-each // rows), -(-k // columns)
         expect(
             tuple(scales.shape) == needed,
             module,
@@ -96,7 +109,8 @@ def scales_of_rows(
         )
         size = columns if k % columns == 0 else math.gcd(columns, k)
         across = scales.repeat_interleave(min(columns, k) // size, 1)[:, : k // size]
-        return across.repeat_interleave(min(rows, n), 0)[:n].contiguous(), size
+        down = across.unflatten(0, (chunks, -1)).repeat_interleave(min(rows, each), 1)[:, :each]
+        return down.flatten(0, 1).contiguous(), size
     if group is not None and group < k:
         expect(k % group == 0, module, f"groups of {group} do not divide {k} inputs")
         expect(

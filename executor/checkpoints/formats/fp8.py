@@ -1,9 +1,9 @@
 """fp8 as Hugging Face, DeepSeek and FBGEMM store it: `weight` in float8_e4m3fn, with its scales.
 
 `weight_scale` is one for the matrix or for each row; `weight_scale_inv`, with `weight_block_size`, for blocks
-(DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it if `weight_scale_semantics` is inverse
-(GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). Scales of activations are ignored,
-since activations stay floats.
+(DeepSeek-V3, section 3.3), which begin anew in each of a fused matrix's chunks (MiMo V2.5). Codes are multiplied by
+either, but divided by it if `weight_scale_semantics` is inverse (GPTQModel). Scales that are powers of two may be
+stored as their exponents (e8m0). Scales of activations are ignored, since activations stay floats.
 
 With `expert_dtype` fp4 (DeepSeek V4) the experts are 4-bit floats: `weight` [rows, columns / 2] int8 has two codes in a
 byte, the first in the low half, and the scales are those of 32 neighbours.
@@ -48,6 +48,8 @@ from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 SCALES = ("weight_scale_inv", "weight_scale")
+CHUNKS = "num_key_value_heads"
+"""As many chunks of [queries, keys, values] may make up a fused qkv_proj."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 FP4_GROUP = 32
 
@@ -63,20 +65,26 @@ class Fp8(Format):
             ("fp8 matrix", "fp8 rows", "fp8 blocks", "fp8 exponents", "fp8 exponents as bytes", "fp8 divisors"),
         ),
         Stored(
+            "float8_e4m3fn, a fused qkv_proj in chunks of [Q, K, V] with blocks of their own (MiMo V2.5)",
+            ("e4m3",),
+            ("test_fused_matrices_of_mimo_v2_5_are_read_by_chunk",),
+        ),
+        Stored(
             "float8_e4m3fn in blocks, and experts in 4-bit floats in groups of 32 (DeepSeek V4)",
             ("e4m3", "float4"),
             ("test_experts_of_deepseek_v4_are_read_from_4_bit_floats",),
             made_by="a writer in tests, compared with transformers' own reading of it",
         ),
     )
-    outside = ("expert_dtype",)
+    outside = ("expert_dtype", CHUNKS)
     made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
     marks = SCALES
     keys: ClassVar[Keys] = {
         **COMMON,
         **OF_TOOLS,
         **keys(
-            READ, "weight_block_size", "weight_scale_semantics", "fmt", "format", "checkpoint_format", "expert_dtype"
+            *(READ, "weight_block_size", "weight_scale_semantics", "fmt", "format", "checkpoint_format"),
+            *("expert_dtype", CHUNKS),
         ),
         **keys(BY_TENSORS, "scale_fmt", "store_dtype", "weight_scale_method", "bits", "group_size", "sym"),
         **keys(OF_INPUTS, "activation_scale_ub"),
@@ -90,6 +98,8 @@ class Fp8(Format):
     """Whether codes are divided by the stored scales."""
     fp4_experts: bool = False
     """Whether experts are 4-bit floats."""
+    chunks: int = 1
+    """Chunks of a fused qkv_proj, each of which may have blocks of its own."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -104,10 +114,12 @@ class Fp8(Format):
         divides, fp4_experts = semantics is not None, experts == "fp4"
         if block is None:
             return cls(None, divides, fp4_experts)
+        heads = config.get(CHUNKS)
+        chunks = heads if isinstance(heads, int) and heads > 0 else 1
         numbers = block if isinstance(block, list | tuple) else ()
         if len(numbers) != 2 or not all(isinstance(each, int) and each > 0 for each in numbers):
             raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
-        return cls((numbers[0], numbers[1]), divides, fp4_experts)
+        return cls((numbers[0], numbers[1]), divides, fp4_experts, chunks)
 
     def _is_fp4(self, module: str) -> bool:
         return self.fp4_experts and EXPERT.search(module) is not None
@@ -144,7 +156,16 @@ class Fp8(Format):
         if self._is_fp4(module):
             return floats_of_4_bits(module, tensors["weight"].view(torch.uint8), powers_of_two(scales), FP4_GROUP)
         own = 1 / scales.float() if self.divides else scales
-        return floats_of_8_bits(module, tensors["weight"], own, block=self.block)
+        chunks = self._chunks(module, len(tensors["weight"]), scales)
+        return floats_of_8_bits(module, tensors["weight"], own, block=self.block, chunks=chunks)
+
+    def _chunks(self, module: str, num_rows: int, scales: Tensor) -> int:
+        """Chunks of a matrix that have blocks of their own, as its number of scales shows; 1: its blocks are one
+        grid."""
+        if self.block is None or scales.dim() != 2 or num_rows % self.chunks or not module.endswith("qkv_proj"):
+            return 1
+        of_chunks = self.chunks * -(-num_rows // self.chunks // self.block[0])
+        return self.chunks if scales.shape[0] == of_chunks else 1
 
 
 FORMAT = Fp8

@@ -24,7 +24,6 @@ _LACKING = {
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
-    "MiMoV2ForCausalLM": _REMOTE,
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "PanguProMoEV2ForCausalLM": _REMOTE,
     "Plamo2ForCausalLM": _REMOTE,

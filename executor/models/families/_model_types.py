@@ -102,6 +102,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "llava_onevision": "LlavaOnevisionForConditionalGeneration",
         "mamba": "MambaForCausalLM",
         "mamba2": "Mamba2ForCausalLM",
+        "mimo_v2": "MiMoV2ForCausalLM",
         "mimo_v2_flash": "MiMoV2FlashForCausalLM",
         "mellum": "MellumForCausalLM",
         "minicpm": "MiniCPMForCausalLM",

@@ -83,8 +83,8 @@ class _Places:
         self._declared = dict(self._plain_names())
         self._fused = {
             own: (start, fused)
-            for start in map(self._start, range(spec.num_layers))
-            for fused in spec.fused
+            for index, start in enumerate(map(self._start, range(spec.num_layers)))
+            for fused in spec.fused_in(index)
             if (own := self._own_name(start + fused.name))
         }
 
