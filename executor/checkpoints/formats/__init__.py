@@ -192,7 +192,9 @@ def format_of(config: Config, asked: str | None) -> Format | None:
         )
         named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
         raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")
-    stored = {**{key: config[key] for key in own.outside if config.get(key) is not None}, **stored}
+    text = config.get("text_config")
+    around = {**(text if isinstance(text, Mapping) else {}), **config}
+    stored = {**{key: around[key] for key in own.outside if around.get(key) is not None}, **stored}
     check_keys(stored, own.keys, f"the {own.names[0]} config")
     if own.is_of_cache(stored):
         return None
