@@ -379,6 +379,18 @@ def test_nonsense_is_refused(name: str, changes: dict[str, Any], message: str) -
         spec_from_config(configs()[name] | changes)
 
 
+def test_mimo_v2_5_has_the_defaults_of_its_own_code() -> None:
+    """Unlike MiMo-V2-Flash, whose class in transformers has others."""
+    said = {"attention_value_scale": None, "add_swa_attention_sink_bias": False, "partial_rotary_factor": 1.0}
+    said |= {"rope_theta": 1e6, "swa_rope_theta": 1e6}
+    config = configs()["mimo_v2_5"]
+    plain = {key: value for key, value in config.items() if key not in said}
+    assert spec_from_config(plain) == spec_from_config(config | said) != spec_from_config(config)
+    assert spec_from_config(plain | {"rope_theta": 3e5}) == spec_from_config(
+        plain | {"rope_theta": 3e5, "swa_rope_theta": 3e5}
+    )
+
+
 def test_two_names_of_one_field_must_agree() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
     assert spec_from_config(gpt2 | {"hidden_size": 64}) == spec_from_config(gpt2)
