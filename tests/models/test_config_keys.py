@@ -391,6 +391,27 @@ def test_mimo_v2_5_has_the_defaults_of_its_own_code() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["minimax_m2", "minimax_m3", "minimax", "bailing_moe_v2", "bailing_moe_v2_5"])
+@pytest.mark.parametrize(("share", "fits"), [(0.5, True), (0.52, True), (0.48, True), (0.75, False), (0.25, False)])
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_a_rotary_dim_and_the_share_of_a_head_say_the_same(
+    name: str, share: float, fits: bool, is_outside: bool
+) -> None:
+    others = {"partial_rotary_factor", "rope_theta"}
+    config = {key: value for key, value in configs()[name].items() if key not in others}
+    half = config["head_dim"] // 2
+    said = {"partial_rotary_factor": share}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    config |= {"rotary_dim": half, "rope_parameters": rope | ({} if is_outside else said)}
+    config |= said if is_outside else {}
+    if not fits or (share < 0.5 and not is_outside):  # what is said of a rotation is computed with, and rounded down
+        with pytest.raises(ModelError, match=f"rotary_dim is {half} of a head's {2 * half}, and its partial_rotary"):
+            spec_from_config(config)
+        return
+    exact = {key: value for key, value in config.items() if key != "partial_rotary_factor"}
+    assert spec_from_config(config) == spec_from_config(exact | {"rope_parameters": rope})
+
+
 def test_two_names_of_one_field_must_agree() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
     assert spec_from_config(gpt2 | {"hidden_size": 64}) == spec_from_config(gpt2)

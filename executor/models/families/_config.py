@@ -146,6 +146,31 @@ def _spelt(config: Config, key: str) -> str:
     return own if config.get(own) is not None else f"{own} (or {key})"
 
 
+def with_rotary_dim(config: Config, head_dim: int, default: int | None = None) -> Config:
+    """The config with the share of a head that is rotated, where `rotary_dim` has its dimensions. default: of a config
+    that has none; None: it stays as it is.
+
+    Raises ModelError if the config has the share, too, and that is of other dimensions; it may be rounded.
+    """
+    rotated = optional_integer(config, "rotary_dim")
+    if rotated is None:
+        rotated = default
+    if rotated is None:
+        return config
+    for place in (config, rope_section(config)):
+        if not place.stores("partial_rotary_factor"):
+            continue
+        share = number(place, "partial_rotary_factor")
+        # That of the section is the one which is computed with.
+        if abs(share * head_dim - rotated) >= 1 or (place is not config and int(head_dim * share) != rotated):
+            raise ModelError(
+                f"the config's rotary_dim is {rotated} of a head's {head_dim}, and its partial_rotary_factor {share}; "
+                "they say the same thing"
+            )
+    share = rotated / head_dim
+    return config | {"partial_rotary_factor": share if int(head_dim * share) == rotated else math.nextafter(share, 2)}
+
+
 def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | None = None) -> RopeSpec:
     """The rotary parameters; those of `layer_type` if the config has them per type.
 

@@ -16,10 +16,9 @@ from headrace.executor.models.families._config import (
     integer,
     llama_like,
     mixture_after_dense,
-    number,
     optional_integer,
+    with_rotary_dim,
 )
-from headrace.ipc.failure import ModelError
 
 AT = "attention"
 NAMES = WeightNames(
@@ -62,7 +61,7 @@ def build(config: Config) -> ArchSpec:
     else:
         routing = Routing(integer(config, "num_experts_per_tok"), "softmax", flag(config, "norm_topk_prob", True))
     head_dim, heads = head_dim_of(config), integer(config, "num_attention_heads")
-    config = with_rotary_factor(config, head_dim)
+    config = with_rotary_dim(config, head_dim)
     kv_heads = integer(config, "num_key_value_heads", heads)
     rows = {NAMES.query: heads, NAMES.key: kv_heads, NAMES.value: kv_heads}
     return llama_like(
@@ -82,22 +81,6 @@ def ignorable_layers(config: Config) -> tuple[str, ...]:
     """Patterns of the weights of further layers, for multi-token prediction."""
     count, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 0)
     return tuple(rf"^model\.layers\.{count + index}\." for index in range(further))
-
-
-def with_rotary_factor(config: Config, head_dim: int) -> Config:
-    """With `partial_rotary_factor` of a `rotary_dim` that the config has. Raises ModelError if it says another one."""
-    rotary_dim = optional_integer(config, "rotary_dim")
-    if rotary_dim is None:
-        return config
-    factor = rotary_dim / head_dim
-    if not config.stores("partial_rotary_factor"):
-        return config | {"partial_rotary_factor": factor}
-    if (other := number(config, "partial_rotary_factor")) != factor:
-        raise ModelError(
-            f"the config's rotary_dim is {rotary_dim} of {head_dim}, and its partial_rotary_factor {other}; they say "
-            "the same thing"
-        )
-    return config
 
 
 def shared_inner(config: Config, name: str) -> int | None:

@@ -18,6 +18,7 @@ from headrace.executor.models.families._config import (
     mixture_after_dense,
     number,
     rope,
+    with_rotary_dim,
 )
 from headrace.executor.models.families._latent import latent_like
 from headrace.executor.models.families.bailing_moe import (
@@ -26,7 +27,6 @@ from headrace.executor.models.families.bailing_moe import (
     IGNORED,
     ignorable_layers,
     shared_inner,
-    with_rotary_factor,
 )
 from headrace.ipc.failure import ModelError
 
@@ -114,7 +114,7 @@ def build(config: Config) -> ArchSpec:
 
 def _linear_rope(config: Config, head_dim: int) -> RopeSpec | None:
     """The rotation of lightning attention; None: there is none. Latent attention rotates all its rotary dimensions."""
-    found = rope(with_rotary_factor(config, head_dim), head_dim, DEFAULTS["rope_theta"])
+    found = rope(with_rotary_dim(config, head_dim), head_dim, DEFAULTS["rope_theta"])
     return found if flag(config, "linear_rope", True) else None
 
 

@@ -14,6 +14,7 @@ from headrace.executor.models.families._config import (
     number,
     positive,
     rope,
+    with_rotary_dim,
 )
 from headrace.executor.models.families._ssd import require_silu
 from headrace.executor.models.families.qwen3_next import layer_kinds
@@ -55,7 +56,7 @@ def build(config: Config) -> ArchSpec:
     if len(set(alphas.values())) > 1:
         raise NotNativeError(f"layers whose residual factors differ are not supported: {alphas}")
     alpha = alphas["mlp"]
-    rotary = rope(_rotated(config, head_dim), head_dim, 1e6)
+    rotary = rope(with_rotary_dim(config, head_dim), head_dim, 1e6)
     # A block's stream is norm(x) * alpha + y * beta. It is kept divided by alpha, which the next norm sees only in its
     # eps, and beta / alpha is a factor of the block's last matrices.
     spec = llama_like(
@@ -108,12 +109,6 @@ def _kinds(config: Config) -> list[str]:
     if config.get("layer_types") is not None and listed != default:
         raise ModelError("the config's layer_types and attn_type_list contradict each other")
     return listed
-
-
-def _rotated(config: Config, head_dim: int) -> Config:
-    """The config with the share of a head that is rotated, of which published configs have the dimensions."""
-    dims = config.get("rotary_dim")
-    return config if dims is None else config | {"partial_rotary_factor": integer(config, "rotary_dim") / head_dim}
 
 
 FAMILY = Family(

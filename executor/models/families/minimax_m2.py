@@ -6,7 +6,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import activation, head_dim_of, integer, llama_like, rope
+from headrace.executor.models.families._config import activation, head_dim_of, integer, llama_like, with_rotary_dim
 from headrace.executor.models.families.mixtral import NAMES
 from headrace.ipc.failure import ModelError
 
@@ -17,13 +17,7 @@ FULL_ATTENTION = 1
 def build(config: Config) -> ArchSpec:
     if any(kind != FULL_ATTENTION for kind in config.get("attn_type_list") or ()):
         raise ModelError("the config's attn_type_list has layers of linear attention, which are not supported")
-    if config.get("rotary_dim") is not None:
-        rotated, share = integer(config, "rotary_dim"), config.get("partial_rotary_factor")
-        config = config | {"partial_rotary_factor": rotated / head_dim_of(config)}
-        if share not in (None, config["partial_rotary_factor"]):
-            raise ModelError(f"the config's rotary_dim is {rotated}, and its partial_rotary_factor {share!r:.80}")
-        if (found := rope(config, head_dim_of(config), 10000.0).rotary_dim) != rotated:
-            raise ModelError(f"the config's rotary_dim is {rotated}, and its rope parameters rotate {found} dimensions")
+    config = with_rotary_dim(config, head_dim_of(config))
     mixture = Experts(
         integer(config, "num_local_experts"),
         Routing(integer(config, "num_experts_per_tok"), "sigmoid", renormalise=True),

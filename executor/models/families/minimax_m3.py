@@ -11,7 +11,14 @@ from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.sparse_attention import SparseAttention
 from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import head_dim_of, integer, llama_like, number, rope, text_part
+from headrace.executor.models.families._config import (
+    head_dim_of,
+    integer,
+    llama_like,
+    number,
+    text_part,
+    with_rotary_dim,
+)
 from headrace.executor.models.families.text_halves import OTHER_MEDIA
 from headrace.ipc.failure import ModelError
 
@@ -50,11 +57,7 @@ OWN_NAMES = {
 def build(config: Config) -> ArchSpec:
     config = text_part(config)
     head_dim, count = head_dim_of(config), integer(config, "num_hidden_layers")
-    rotated, share = integer(config, "rotary_dim", head_dim // 2), config.get("partial_rotary_factor")
-    config = config | {"partial_rotary_factor": rotated / head_dim}
-    found = rope(config, head_dim, 10_000.0).rotary_dim
-    if found != rotated or share not in (None, rotated / head_dim):
-        raise ModelError(f"the config's rotary_dim is {rotated}, and others of its fields say another number")
+    config = with_rotary_dim(config, head_dim, head_dim // 2)
     listed = config.section("sparse_attention_config")
     sparse = _kinds(config, "layer_types", listed, "sparse_attention_freq", ("full_attention", SPARSE), count)
     mixes = _kinds(config, "mlp_layer_types", config, "moe_layer_freq", ("dense", "sparse"), count, default=True)
