@@ -88,16 +88,9 @@ def openvino(folder: Path, dtype: str) -> Embed:
     model = core.read_model(exported(folder))
     if dtype == "int8":
         import nncf
-        import numpy as np
-        import transformers
 
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-
-        def given(text: str) -> Inputs:
-            encoded = tokenizer([text], return_tensors="np")
-            return {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
-
-        samples = nncf.Dataset(texts_of("mix", 260)[200:], given)
+        tokenize = tokenizer_of(folder)
+        samples = nncf.Dataset(texts_of("mix", 260)[200:], lambda text: tokenize([text]))
         model = nncf.quantize(model, samples, model_type=nncf.ModelType.TRANSFORMER, subset_size=60)
     precision = "bf16" if dtype == "bfloat16" else "f32"
     compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision})
@@ -115,19 +108,30 @@ def vllm_engine(folder: Path, dtype: str) -> Any:
     return LLM(str(folder), runner="pooling", dtype=dtype, max_model_len=512)
 
 
-def in_batches(folder: Path, states_of: Callable[[Inputs], Any]) -> Embed:
-    """Batches of 32 sorted by length, as fastembed's and sentence-transformers' are."""
+def tokenizer_of(folder: Path) -> Callable[[list[str]], Inputs]:
     import numpy as np
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
+    def tokenize(texts: list[str]) -> Inputs:
+        encoded = tokenizer(texts, padding=True, return_tensors="np")
+        return {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+
+    return tokenize
+
+
+def in_batches(folder: Path, states_of: Callable[[Inputs], Any]) -> Embed:
+    """Batches of 32 sorted by length, as fastembed's and sentence-transformers' are."""
+    import numpy as np
+
+    tokenize = tokenizer_of(folder)
+
     def embed(texts: list[str]) -> Any:
         order, found = sorted(range(len(texts)), key=lambda index: -len(texts[index])), [None] * len(texts)
         for first in range(0, len(texts), 32):
             batch = order[first : first + 32]
-            encoded = tokenizer([texts[index] for index in batch], padding=True, return_tensors="np")
-            given = {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+            given = tokenize([texts[index] for index in batch])
             states = states_of(given)
             mask = given["attention_mask"][:, :, None]
             pooled = (states * mask).sum(1) / mask.sum(1)
