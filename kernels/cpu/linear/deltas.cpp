@@ -1,5 +1,5 @@
 // The additions of adapters to linear layers: see deltas.h.
-#include "linear/amx.h"
+#include "runtime/amx.h"
 #include "linear/deltas.h"
 
 #include "experts/driver.h"

@@ -3,7 +3,7 @@
 // of a pair of k to its fp32 sum.
 #pragma once
 
-#include "linear/amx.h"
+#include "runtime/amx.h"
 #include "linear/driver.h"
 
 namespace headrace {

@@ -7,7 +7,7 @@
 // its scale; one of all of a row is a factor of the whole sum.
 #pragma once
 
-#include "linear/amx.h"
+#include "runtime/amx.h"
 #include "linear/groups.h"
 #include "linear/groups_tile.h"
 #include "linear/driver.h"

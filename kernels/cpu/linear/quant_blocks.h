@@ -13,7 +13,7 @@
 
 #include <type_traits>
 
-#include "linear/amx.h"
+#include "runtime/amx.h"
 #include "linear/driver.h"
 #include "linear/quant.h"
 #include "linear/quant_dot.h"

@@ -11,6 +11,8 @@ namespace headrace {
 
 // Rows and columns of a block. A tile of panels has up to two by two.
 constexpr int kBlockRows = 16;
+// The most pairs of bf16 along k of a block.
+constexpr int kBlockPairs = 16;
 
 #if defined(HEADRACE_AMX)
 // What the registers hold: 0 to 3 sums, 4 and 5 x, 6 and 7 weights; in memory as the instruction set describes it.
