@@ -13,19 +13,13 @@ constexpr int kGroupPairs = kGroupKeys / kPairs<Bf16>;
 constexpr int kFetchSteps = 2;  // steps of prefetching beside the product of a block
 
 // Registers 0 to 3: sums; 4 and 5: queries and keys; 6 and 7: weights and values.
-inline void BlockShapes::set(int num_rows) {
-  if (num_rows == num_rows_) return;
+inline void set_block_shapes(int num_rows) {
   TileShapes shapes;
   for (const int of_rows : {0, 1, 2, 3, 4, 6}) shapes.rows[of_rows] = static_cast<uint8_t>(num_rows);
   shapes.row_bytes[6] = 4 * kGroupPairs;
   shapes.rows[5] = kBlockPairs;
   shapes.rows[7] = kGroupPairs;
   load_shapes(shapes);
-  num_rows_ = num_rows;
-}
-
-inline BlockShapes::~BlockShapes() {
-  if (num_rows_ != 0) _tile_release();
 }
 
 inline void clear_sums() {
@@ -44,19 +38,19 @@ inline void store_sums(float* to, int64_t stride, int num_blocks) {
 
 // Calls run(first row, number of rows) for at most kBlockRows at a time, with the shapes set for them.
 template <class Run>
-inline void by_blocks(int rows, BlockShapes& shapes, Run run) {
+inline void by_blocks(int rows, Run run) {
   for (int row = 0; row < rows; row += kBlockRows) {
     const int num_rows = std::min(kBlockRows, rows - row);
-    shapes.set(num_rows);
+    set_block_shapes(num_rows);
     run(row, num_rows);
   }
 }
 
 // `score_product` of steps that are a multiple of kBlockPairs.
 inline void score_blocks(const Bf16* queries, int stride, int rows, const Bf16* const* groups, int num_groups, int steps,
-                         float* scores, Fetch& fetch, BlockShapes& shapes) {
+                         float* scores, Fetch& fetch) {
   constexpr int kStep = kGroupKeys * kPairs<Bf16>;  // elements of a group per step
-  by_blocks(rows, shapes, [&](int row, int) {
+  by_blocks(rows, [&](int row, int) {
     for (int group = 0; group < num_groups; group += 4) {
       const int blocks = std::min(4, num_groups - group);
       const Bf16* const* const keys = groups + group;
@@ -82,11 +76,11 @@ inline void score_blocks(const Bf16* queries, int stride, int rows, const Bf16* 
 }
 
 inline void value_blocks(const Bf16* weights, int rows, const Bf16* const* groups, int num_groups, int padded,
-                         float* output, Factors factors, Fetch& fetch, BlockShapes& shapes) {
+                         float* output, Factors factors, Fetch& fetch) {
   constexpr int kBlock = kBlockRows * kPairs<Bf16>;  // elements of a row of values in a block
   const int64_t bytes = int64_t{padded} * 4;
   alignas(64) float made[kBlockRows * kColumnsAtOnce];
-  by_blocks(rows, shapes, [&](int row, int num_rows) {
+  by_blocks(rows, [&](int row, int num_rows) {
     for (int column = 0; column < padded; column += kColumnsAtOnce) {
       const int blocks = std::min(kColumnsAtOnce, padded - column) / kBlockRows;
       clear_sums();

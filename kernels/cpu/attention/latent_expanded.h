@@ -164,7 +164,7 @@ class Expander {
           std::memcpy(to, rows + int64_t{key} * vector_dim + i, sizeof(T) * kPair);
     }
     const T* const key_weights = static_cast<const T*>(args_.keys) + part.head * args_.keys_stride;
-    score_product(key_weights, compressed, nope_dim, groups, groups_, compressed / kPair, scratch_.made, fetch_, shapes_);
+    score_product(key_weights, compressed, nope_dim, groups, groups_, compressed / kPair, scratch_.made, fetch_);
     for (int group = 0; group < groups_; ++group) {
       T* const to = scratch_.keys + int64_t{group} * kGroupKeys * sizes_.padded;
       for (int dim = 0; dim < sizes_.padded; ++dim)
@@ -185,7 +185,7 @@ class Expander {
       for (int group = 0; group < columns / kGroupKeys; ++group)
         groups[group] = value_weights + (first / kGroupKeys + group) * group_elements;
       score_product(scratch_.rows, vector_dim, groups_ * kGroupKeys, groups, columns / kGroupKeys, compressed / kPair,
-                    scratch_.made, fetch_, shapes_);
+                    scratch_.made, fetch_);
       for (int key = 0; key < groups_ * kGroupKeys; ++key) {
         T* const to = scratch_.values + int64_t{key / kPair} * sizes_.values * kPair + first * kPair + key % kPair;
         for (int i = 0; i < columns; ++i) store_as(scratch_.made[int64_t{key} * kTileKeys + i], to + i * kPair);
@@ -213,7 +213,7 @@ class Expander {
       values[group] = scratch_.values + int64_t{group} * kGroupKeys * sizes_.values;
     }
     score_product(scratch_.queries + int64_t{first} * sizes_.padded, sizes_.padded, rows, keys, groups_,
-                  sizes_.padded / kPairs<T>, scratch_.scores, fetch_, shapes_);
+                  sizes_.padded / kPairs<T>, scratch_.scores, fetch_);
     const ScoreRule rule = {args_.scale, 0.0f, nullptr, nullptr, 0.0f, 0.0f};
     const int weighed = round_up_to(count, kWeightKeys);
     for (int row = 0; row < rows; ++row) {
@@ -225,7 +225,7 @@ class Expander {
     const RowStates states = {scratch_.states.largest + first, scratch_.states.sums + first};
     merge_states(states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
     value_product(scratch_.weights, rows, values, groups_, sizes_.values, scratch_.output + int64_t{first} * sizes_.values,
-                  Factors{scratch_.keep, scratch_.take}, fetch_, shapes_);
+                  Factors{scratch_.keep, scratch_.take}, fetch_);
   }
 
   const LatentExpandedArgs& args_;
@@ -235,7 +235,6 @@ class Expander {
   ExpandedScratch<T> scratch_;
   int groups_ = 0;  // groups of the current tile
   Fetch fetch_;     // empty: tiles are computed in scratch and need no prefetch
-  BlockShapes shapes_;
 };
 
 // Runs the parts whose estimated work begins in this thread's share.

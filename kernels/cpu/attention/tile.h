@@ -209,37 +209,20 @@ inline void by_rows(int num_rows, Run run) {
 // Sums, columns and one broadcast must fit the registers: 32, or 16 with AVX2.
 constexpr int rows_at_once(int vectors) { return vectors > (kLanes == 8 ? 2 : 4) ? 3 : 6; }
 
-// The shapes of AMX's registers that a thread has set while it computes attention, and nothing else with them.
-class BlockShapes {
- public:
-  BlockShapes() = default;
-  BlockShapes(const BlockShapes&) = delete;
-  BlockShapes& operator=(const BlockShapes&) = delete;
-  ~BlockShapes();
-
-  void set(int num_rows);
-
- private:
-  int num_rows_ = 0;  // 0: none are set
-};
-
 #if defined(HEADRACE_AMX)
 inline void score_blocks(const Bf16* queries, int stride, int rows, const Bf16* const* groups, int num_groups, int steps,
-                         float* scores, Fetch& fetch, BlockShapes& shapes);
+                         float* scores, Fetch& fetch);
 inline void value_blocks(const Bf16* weights, int rows, const Bf16* const* groups, int num_groups, int padded,
-                         float* output, Factors factors, Fetch& fetch, BlockShapes& shapes);
-#else
-inline BlockShapes::~BlockShapes() = default;
+                         float* output, Factors factors, Fetch& fetch);
 #endif
 
 // scores [rows, kTileKeys] of queries [rows, stride] and num_groups groups of keys.
 template <class T>
 inline void score_product(const T* queries, int stride, int rows, const T* const* groups, int num_groups, int steps,
-                          float* scores, Fetch& fetch, [[maybe_unused]] BlockShapes& shapes) {
+                          float* scores, Fetch& fetch) {
 #if defined(HEADRACE_AMX)
   if constexpr (sizeof(T) == 2)
-    if (steps % kBlockPairs == 0)
-      return score_blocks(queries, stride, rows, groups, num_groups, steps, scores, fetch, shapes);
+    if (steps % kBlockPairs == 0) return score_blocks(queries, stride, rows, groups, num_groups, steps, scores, fetch);
 #endif
   int group = 0;
   const auto run = [&](auto groups_tag) {
@@ -268,10 +251,10 @@ inline void score_product(const T* queries, int stride, int rows, const T* const
 // output [rows, padded] of weights [rows, kTileKeys] and num_groups groups of values.
 template <class T>
 inline void value_product(const T* weights, int rows, const T* const* groups, int num_groups, int padded, float* output,
-                          Factors factors, Fetch& fetch, [[maybe_unused]] BlockShapes& shapes) {
+                          Factors factors, Fetch& fetch) {
 #if defined(HEADRACE_AMX)
   if constexpr (sizeof(T) == 2)
-    return value_blocks(weights, rows, groups, num_groups, padded, output, factors, fetch, shapes);
+    return value_blocks(weights, rows, groups, num_groups, padded, output, factors, fetch);
 #endif
   int column = 0;
   const auto run = [&](auto vectors_tag) {

@@ -226,7 +226,7 @@ class Worker {
   void compute_tile(const Item& item, bool joined) {
     const int rows = item.tokens * shape_.group, padded = shape_.padded, length = num_keys_of(step_, item.seq);
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
-                  scratch_.scores, fetch_, shapes_);
+                  scratch_.scores, fetch_);
 
     ScoreRule rule = rule_for(item);
     const int keys = round_up_to(places_->count, kWeightKeys);
@@ -254,7 +254,7 @@ class Worker {
     if (joined) merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
     const Factors factors = joined ? Factors{scratch_.keep, scratch_.take} : Factors{nullptr, nullptr};
     value_product(scratch_.weights, rows, value_groups(item), places_->groups, shape_.values,
-                  joined ? scratch_.output : scratch_.tile_output, factors, fetch_, shapes_);
+                  joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
   // Stores a tile's result in the partials. The thread that finishes the last tile of the item merges all in order, and
@@ -439,7 +439,6 @@ class Worker {
   Unit pending_;
   bool has_pending_ = false;
   Fetch fetch_;  // prefetches the next unit
-  BlockShapes shapes_;
 };
 
 }  // namespace headrace

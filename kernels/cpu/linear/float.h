@@ -111,7 +111,6 @@ void multiply_blocks(int num_rows, const char* x, int64_t x_bytes, const char* p
     _tile_stored(2, second, stride);
     if constexpr (kVectors == 2) _tile_stored(3, second + 16, stride);
   }
-  _tile_release();
 }
 
 // Zero for what is below the normal numbers.
@@ -227,7 +226,6 @@ inline void multiply_with_tail(int num_rows, const char* x, int64_t x_bytes, con
     _tile_stored(2, second, stride);
     _tile_stored(3, second + 16, stride);
   }
-  _tile_release();
 }
 #endif
 

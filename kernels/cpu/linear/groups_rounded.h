@@ -337,7 +337,6 @@ struct RoundedIntegers : GroupedBase {
         }
       }
     }
-    _tile_release();
   }
 #endif
 

@@ -62,7 +62,6 @@ void run_blocks(int64_t rounds) {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_release();
 }
 #endif
 

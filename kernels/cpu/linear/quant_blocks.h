@@ -191,7 +191,6 @@ struct RegisterTiles {
           while (row < begin + rows) scale(std::integral_constant<int, 1>());
         }
     }
-    _tile_release();
   }
 
   // Reads the next `count` blocks. Codes are signed, if there is an offset.

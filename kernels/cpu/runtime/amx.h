@@ -22,14 +22,19 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Sets the shapes unless they are set already: that takes as long as a dozen products. They stay until the region ends
+// (`release_shapes`), so that a thread that multiplies tile after tile of the same shapes sets them once.
 inline void load_shapes(const TileShapes& shapes) {
-  // GCC 12 takes only the first bytes for read, and may drop the stores of others; nor does it know what tiles read.
-  asm volatile("" : : "r"(&shapes) : "memory");
-  _tile_loadconfig(&shapes);
+  TileShapes present;
+  _tile_storeconfig(&present);
+  // GCC 12 takes only the first bytes for read and written, and may drop the stores of others; nor does it know what
+  // tiles read.
+  asm volatile("" : : "r"(&shapes), "r"(&present) : "memory");
+  const __m512i wanted = _mm512_load_si512(&shapes), loaded = _mm512_load_si512(&present);
+  if (_mm512_cmpneq_epi64_mask(wanted, loaded) != 0) _tile_loadconfig(&shapes);
 }
 
 // For products of `rows` rows of x in register 4 and `others` in register 5, by blocks of at most 64 bytes of each.
-// What else a thread computes with these registers sets its own shapes, too.
 inline void set_rows(int rows, int others, int x_bytes = 64) {
   TileShapes shapes;
   shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(x_bytes);
@@ -55,5 +60,12 @@ inline void set_shapes(int num_rows, int x_bytes = 64) {
   set_rows(below < 0 ? num_rows : kBlockRows, below > 0 ? below : kBlockRows, x_bytes);
 }
 #endif
+
+// At the end of a thread's work: registers with contents would be saved whenever the system switches threads.
+inline void release_shapes() {
+#if defined(HEADRACE_AMX)
+  _tile_release();
+#endif
+}
 
 }  // namespace headrace

@@ -7,6 +7,7 @@
 
 #include <new>
 
+#include "runtime/amx.h"
 #include "runtime/op.h"
 
 namespace headrace {
@@ -44,6 +45,7 @@ class ThreadPool final : public Pool {
       Team::wake(&ticket_, &idle_);
     }
     body(context, team_, 0, num_threads_);
+    release_shapes();
     // The caller must not return (and free the context) while a worker is still inside the body.
     team_.barrier();
     pthread_mutex_unlock(&mutex_);
@@ -53,6 +55,7 @@ class ThreadPool final : public Pool {
     Team alone(1, 0);
     pthread_mutex_lock(&mutex_);
     body(context, alone, 0, 1);
+    release_shapes();
     pthread_mutex_unlock(&mutex_);
   }
 
@@ -144,6 +147,7 @@ class ThreadPool final : public Pool {
       team_.wait_while(&ticket_, ticket, &idle_);
       if (body_ == nullptr) return;
       body_(context_, team_, thread, num_threads_);
+      release_shapes();
       team_.barrier();
     }
   }
