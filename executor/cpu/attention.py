@@ -60,6 +60,9 @@ class CpuAttend:
             sinks=self.sinks,
             alibi=self.alibi,
             alibi_root=declared.alibi_root,
+            chunk_size=declared.chunk_size,
+            chunks_before=declared.chunks_before,
+            grow_after=declared.grow_after,
             distance_bias=self.distance_bias,
             both_sides=not declared.causal,
         )

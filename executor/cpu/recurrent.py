@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SoftCap
 from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
@@ -166,6 +166,21 @@ class CpuAdded:
 
     def write(self, ops: ProgramOps, x: Buffer, y: Buffer) -> Buffer:
         ops.builder.add(ops.as_rows_of(x, y), x, self.scale)
+        return x
+
+
+@dataclass(frozen=True)
+class CpuSoftCap:
+    """A `SoftCap`."""
+
+    cap: float
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: SoftCap, prefix: str) -> CpuSoftCap:
+        return cls(declared.cap)
+
+    def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
+        ops.builder.soft_cap(x, self.cap)
         return x
 
 

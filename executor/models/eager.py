@@ -330,12 +330,14 @@ class EagerAttend:
             sinks=sinks,
             alibi=alibi,
             alibi_root=declared.alibi_root,
+            grow_after=declared.grow_after,
             causal=declared.causal,
             distance_bias=None
             if declared.distance_bias is None
             else weights.distance_bias(declared.distance_bias, prefix),
         )
-        self._chunk_size, self._query_growth = declared.chunk_size, declared.query_growth
+        self._chunk_size, self._chunks_before = declared.chunk_size, declared.chunks_before
+        self._query_growth = declared.query_growth
         self._reads_only, self._clip = declared.reads_only, declared.clip_qkv
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
@@ -348,6 +350,7 @@ class EagerAttend:
             "paged_attention",
             **{"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads},
             has_alibi=alibi is not None,
+            grows=declared.grow_after is not None,
             is_causal=declared.causal,
         )
 
@@ -377,7 +380,7 @@ class EagerAttend:
         if self._query_growth is not None:
             query = (query * query_growth(batch, *self._query_growth)[:, None, None]).to(query.dtype)
         if self._chunk_size is not None:
-            batch = in_chunks(batch, self._chunk_size)
+            batch = in_chunks(batch, self._chunk_size, self._chunks_before)
         attended = self._attend(query, cache.keys, cache.values, batch, self._params, cache.scales)
         return attended.view(len(query), -1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
 from headrace.executor.models.blocks.gated_lru import Lru
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SparseGate
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SoftCap, SparseGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention, PreparedHeads
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -125,6 +125,16 @@ class EagerAdded:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, y, alpha=self._scale)
+
+
+class EagerSoftCap:
+    """`SoftCap`."""
+
+    def __init__(self, weights: EagerWeights, declared: SoftCap, prefix: str) -> None:
+        self._cap = declared.cap
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.float() / self._cap) * self._cap
 
 
 class EagerSparseGate:

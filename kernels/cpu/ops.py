@@ -207,6 +207,7 @@ class CpuOps:
             sinks=None if sinks is None else pointer(sinks),
             alibi=None if alibi is None else pointer(alibi),
             alibi_root=params.alibi_root,
+            grow_after=params.grow_after or 0,
             distance_bias=None if params.distance_bias is None else pointer(params.distance_bias),
             bias_stride=0 if params.distance_bias is None else params.distance_bias.shape[1],
             workspace=pointer(self._workspace),

@@ -7,6 +7,7 @@ block_size * head_dim].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,6 +77,8 @@ class AttentionParams:
     """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
     alibi_root: bool = False
     """Whether a score loses slope * the root of the distance instead."""
+    grow_after: int | None = None
+    """The scores of tokens at positions p beyond it grow, after the cap, by log(p) / log(grow_after)."""
     causal: bool = True
     """False: a token attends to the tokens after it too, as far as they are in the cache after this step."""
     distance_bias: Tensor | None = None
@@ -135,6 +138,7 @@ class _DecodeGroup:
     """The first column that lies beyond the end of some sequence of the group."""
     tail_unwritten: Tensor  # [n, 1, length - tail_start, 1] bool
     distances: Tensor  # [n, length] int64: key position - query position, at most 0 where the key is visible
+    positions: Tensor  # [n, 1] int64, of the queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +213,7 @@ def _decode_group(
         tail_start=tail_start,
         tail_unwritten=~written[:, None, tail_start:, None],
         distances=positions - (lens - 1),
+        positions=lens - 1,
     )
 
 
@@ -276,7 +281,8 @@ def _attend_decodes(
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1)
     bias = _bias(params, group.distances, num_kv_heads)
     bias = None if bias is None else bias.permute(2, 0, 1, 3)
-    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks, bias)
+    growth = _growth(params, group.positions[:, :, None, None])
+    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks, bias, growth)
     out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
 
 
@@ -294,6 +300,7 @@ def _attend_prompt(
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
     is_plain = params.soft_cap is None and sinks is None and params.alibi is None and params.distance_bias is None
+    is_plain = is_plain and params.grow_after is None
     if prompt.start == 0 and params.sliding_window is None and is_plain:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
         into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=params.causal, scale=params.scale))
@@ -312,7 +319,7 @@ def _attend_prompt(
         columns = slice(low - prompt.first_position, high - prompt.first_position)
         bias = _bias(params, positions - at, num_kv_heads)
         tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
-        attended = _attend(*tiles, visible, params, sinks, bias)
+        attended = _attend(*tiles, visible, params, sinks, bias, _growth(params, at))
         into[:, :, tile:tile_end] = attended.masked_fill(~visible.any(1)[:, None], 0)  # see `key_lens`
 
 
@@ -327,6 +334,13 @@ def _bias(params: AttentionParams, distances: Tensor, num_kv_heads: int) -> Tens
     return -params.alibi.view(num_kv_heads, -1, 1, 1) * lengths
 
 
+def _growth(params: AttentionParams, positions: Tensor) -> Tensor | None:
+    """Factors of scores after the cap; None: 1. positions: of the queries."""
+    if params.grow_after is None:
+        return None
+    return positions.clamp(min=params.grow_after).float().log() / math.log(params.grow_after)
+
+
 def _attend(
     query: Tensor,
     keys: Tensor,
@@ -335,12 +349,13 @@ def _attend(
     params: AttentionParams,
     sinks: Tensor | None,
     bias: Tensor | None,
+    growth: Tensor | None,
 ) -> Tensor:
-    """Attention over gathered keys and values, as one call of torch where no cap, sinks or bias forbid it.
+    """Attention over gathered keys and values, as one call of torch where no cap, sinks, bias or growth forbid it.
 
-    query [a, b, m, d], keys and values [a, 1 or b, n, d], visible and bias broadcastable to [a, b, m, n] and
-    sinks to [a, b, m, 1] -> [a, b, m, d]."""
-    if params.soft_cap is None and sinks is None and bias is None:
+    query [a, b, m, d], keys and values [a, 1 or b, n, d], visible and bias broadcastable to [a, b, m, n], sinks and
+    growth to [a, b, m, 1] -> [a, b, m, d]."""
+    if params.soft_cap is None and sinks is None and bias is None and growth is None:
         heads = query.shape[1]
         keys, values = keys.expand(-1, heads, -1, -1), values.expand(-1, heads, -1, -1)
         if visible.dim() == 2:
@@ -349,6 +364,8 @@ def _attend(
     scores = query.float() @ keys.float().transpose(-1, -2) * params.scale
     if params.soft_cap is not None:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    if growth is not None:
+        scores = scores * growth
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~visible, float("-inf"))

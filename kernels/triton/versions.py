@@ -83,11 +83,14 @@ def _why_no_attention(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     has_alibi: bool = False,
+    grows: bool = False,
     is_causal: bool = True,
     **facts: Any,
 ) -> str:
     if has_alibi:
         return "Triton attention has no ALiBi."
+    if grows:
+        return "Triton attention has no scores that grow with positions."
     if not is_causal:
         return "Triton attention is causal."
     if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:

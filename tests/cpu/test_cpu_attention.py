@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.attention.cache import LAYOUT_GROUPS, best_layout, describe_cache
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
 from headrace.kernels.reference.rows import LARGEST_STORED
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -73,6 +74,9 @@ class Case:
             if params.soft_cap is not None:
                 scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
             row, column = torch.arange(start, end)[:, None], torch.arange(length)
+            if params.grow_after is not None:
+                late = row.double().clamp(min=params.grow_after)
+                scores = scores * late.log() / math.log(params.grow_after)
             if params.alibi is not None:
                 distances = (row - column).abs().double()
                 lengths = distances.sqrt() if params.alibi_root else distances
@@ -192,6 +196,17 @@ def test_alibi_lowers_scores_by_the_distance_or_its_root(ops: CpuOps, dtype: tor
     params = AttentionParams(0.125, alibi=slopes, alibi_root=root)
     error = (attend(ops, case, params).double() - case.expected(params, case.keys, case.values)).abs()
     assert error.max() < (4e-6 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_grow_at_later_positions(ops: CpuOps, dtype: torch.dtype, soft_cap: float | None) -> None:
+    case = make_case(MIXED, (6, 2, 64), 16, dtype, dtype)
+    params = AttentionParams(0.125, soft_cap=soft_cap, grow_after=40)
+    expected = case.expected(params, case.keys, case.values)
+    in_torch = paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    for found in (attend(ops, case, params), in_torch):
+        assert (found.double() - expected).abs().max() < (4e-6 if dtype == torch.float32 else 0.04)
 
 
 @pytest.mark.parametrize("window", [1, 20, 140])

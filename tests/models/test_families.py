@@ -113,10 +113,8 @@ def test_what_a_family_lacks_is_said_of_architectures_without_one() -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelError, match=r"ReformerModelWithLMHead is not supported; known: .*LlamaForCausalLM"):
         spec_from_config({"architectures": ["ReformerModelWithLMHead"]})
-    with pytest.raises(
-        ModelError, match=r"Grok1ForCausalLM is not supported \(its code comes with its checkpoints, .*known: "
-    ):
-        spec_from_config({"architectures": ["Grok1ForCausalLM"]})
+    with pytest.raises(ModelError, match=r"RwkvForCausalLM is not supported \(RWKV 4's recurrence\); known: "):
+        spec_from_config({"architectures": ["RwkvForCausalLM"]})
     configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
     for nameless in configs:
         with pytest.raises(ModelError, match=r'neither "architectures" nor "model_type", which name the kind of'):

@@ -84,7 +84,21 @@ def test_two_ranks_give_the_tokens_of_the_same_model_in_transformers(folder: Pat
     expect_answers_of_twin(folder, name, **ranks)
 
 
-OWN_OPS = ("solar", "step1")
+@pytest.mark.parametrize("name", [name for name, each in PUBLISHED.items() if each.logits is not None])
+def test_logits_that_are_scaled_or_capped_give_the_probabilities_of_the_same_model(folder: Path, name: str) -> None:
+    prompt = shared_prefix(128)[0]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=3)
+    with LLM(str(saved(folder, name)), **TIGHT) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    found = output.outputs[0]
+    assert found.logprobs is not None
+    expected = published_models.expected_logits(name, twin_of(name), prompt, list(found.token_ids)).log_softmax(-1)
+    for position, each in enumerate(found.logprobs):
+        for token, given in each.items():
+            assert given.logprob == pytest.approx(expected[position, token].item(), abs=1e-4)
+
+
+OWN_OPS = ("grok_1", "grok_2", "solar", "step1")
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 
 

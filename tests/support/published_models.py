@@ -20,6 +20,7 @@ from lightning_twin import Ling
 from safetensors.torch import save_file
 from tiny_models import COMMON, TinyModel
 from torch import Tensor
+from written_parts import GrokFfn, Scores, randomise
 
 from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
 
@@ -45,6 +46,8 @@ class Published:
     unit_head: bool = False
     prepare: Callable[[Any], None] | None = None
     """Changes the twin's weights to those with which it computes the same."""
+    logits: Callable[[Tensor], Tensor] | None = None
+    """What becomes of the products with the head; None: they are the logits."""
 
 
 def _twin(name: str, **config: Any) -> TinyModel:
@@ -539,6 +542,56 @@ def _step_1(config: dict[str, Any]) -> dict[str, Any]:
     return kept | {"rms_norm_eps": config["rms_norm_eps"], "tie_word_embeddings": False}
 
 
+GROK_NAMES = {
+    "input_layernorm": "pre_attn_norm", "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "pre_moe_norm", "post_feedforward_layernorm": "post_moe_norm",
+}  # fmt: skip
+GROK_1_NAMES = GROK_NAMES | {
+    "mlp.": "moe_block.", "self_attn.": "attn.", "norm.weight": "norm.scale", "gate_proj": "linear",
+    "up_proj": "linear_v", "down_proj": "linear_1",
+}  # fmt: skip
+GROK_2_NAMES = GROK_NAMES | {
+    "mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts.", "mlp.mlp.": "mlp.",
+}  # fmt: skip
+GROK_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _as_grok(scores: Scores, cap: float, dense: int, model: Any) -> None:
+    """A Gemma 2 of transformers with experts, whose norms' weights are 1 more than what they store."""
+    scores.put_into(model)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp = GrokFfn(SMALL["hidden_size"], 24, num_experts=4, num_chosen=2, cap=cap, dense=dense)
+        randomise(layer.mlp, index)
+
+
+def _of_grok(dense: bool, state: State) -> State:
+    found = State()
+    for name, tensor in state.items():
+        stem, own = name, tensor
+        if "norm" in name:
+            own = tensor + 1
+        elif name == "model.embed_tokens.weight":
+            own = tensor * SMALL["hidden_size"] ** 0.5 / 3.0
+        if dense and ".experts." in name:
+            for old, new in GROK_EXPERTS.items():
+                stem = stem.replace(old, new)
+        found[stem] = own
+    return found
+
+
+def _grok(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return _plain(
+        config, num_experts_per_tok=2, embedding_multiplier_scale=3.0, output_multiplier_scale=0.7,
+        tie_word_embeddings=False, **more,
+    )  # fmt: skip
+
+
+GROK_TWIN = {
+    "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 4, "pad_token_id": 2,
+    "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}  # fmt: skip
+
+
 SOLAR: dict[str, list[Any]] = {
     "bskcn_1": [1, 2], "bskcn_2": [9, 1], "bskcn_3": [4], "bskcn_4": [2, 4, 5], "bskcn_tv": [0.9, 0.7]
 }  # fmt: skip
@@ -708,6 +761,22 @@ PUBLISHED: dict[str, Published] = {
         lambda config: _plain(config, **SOLAR, sliding_window=40, attention_bias=False, mlp_bias=False),
         prepare=_skip_layers,
     ),
+    "grok_1": Published(
+        "Grok1ModelForCausalLM", _twin("Gemma2", **GROK_TWIN), GROK_1_NAMES,
+        lambda config: _grok(config, num_experts=4, intermediate_size=24, attn_output_multiplier=0.5,
+                             max_attn_value=3.0),
+        partial(_of_grok, False), prepare=partial(_as_grok, Scores(cap=3.0), 30.0, 0), logits=lambda x: 0.7 * x,
+    ),
+    "grok_2": Published(
+        "Grok1ForCausalLM", _twin("Gemma2", **GROK_TWIN | {"head_dim": 16, "query_pre_attn_scalar": 16}), GROK_2_NAMES,
+        lambda config: _grok(config, num_local_experts=4, moe_intermediate_size=24, residual_moe=True, head_dim=16,
+                             attn_logit_softcapping=2.0, router_logit_softcapping=1.5, final_logit_softcapping=5.0,
+                             attn_temperature_len=16, sliding_window_size=-1, global_attn_every_n=1, model_type="git",
+                             rope_type="original", original_max_position_embeddings=64, scaling_factor=2.0,
+                             extrapolation_factor=1.0, attn_factor=1.0, beta_fast=8, beta_slow=1),
+        partial(_of_grok, True), prepare=partial(_as_grok, Scores(cap=2.0, grow_after=16), 1.5, 48),
+        logits=lambda x: 5.0 * torch.tanh(0.7 * x / 5.0),
+    ),
     "step1": Published(
         "Step1ForCausalLM", _twin("Llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2),
         {}, _step_1, has_alibi=True, alibi_root=True,
@@ -797,5 +866,6 @@ def expected_logits(name: str, model: Any, prompt: list[int], answer: list[int])
     hidden = model.model(ids, use_cache=False, **changed).last_hidden_state[0, len(prompt) - 1 :]
     head = model.lm_head.weight
     if published.unit_head:
-        return hidden @ (head / head.norm(dim=1, keepdim=True)).T
-    return hidden @ head.T
+        head = head / head.norm(dim=1, keepdim=True)
+    products = hidden @ head.T
+    return products if published.logits is None else published.logits(products)

@@ -208,7 +208,11 @@ class Attend(Declared):
     alibi_root: bool = False
     """Whether a score falls by the slope times the root of the distance instead."""
     chunk_size: int | None = None
-    """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
+    """Tokens per chunk if a token attends only to its chunk and to `chunks_before` before it, in the place of a window
+    (`executor.models.chunks`); None: no chunks."""
+    chunks_before: int = 0
+    grow_after: int | None = None
+    """The scores of tokens at positions p beyond it grow, after the cap, by log(p) / log(grow_after); None: none do."""
     norm_after_rotation: bool = False
     """Whether the norms follow the rotation."""
     clip_qkv: float | None = None

@@ -43,7 +43,8 @@ class Attention(Mixer):
     rope: RopeSpec | None
     """None: the layer has no rotary positions."""
     sliding_window: int | None = None
-    """A token attends to itself and the sliding_window - 1 tokens before it; None: to all."""
+    """A token attends to itself and the sliding_window - 1 tokens before it; None: to all. With chunks, those that any
+    token of a chunk can attend to, or None."""
     bias: bool = False
     """Whether the query, key and value projections have biases."""
     output_bias: bool = False
@@ -62,6 +63,11 @@ class Attention(Mixer):
     """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
     alibi_root: bool = False
     """Whether a score falls by the slope times the root of the distance instead."""
+    chunk_size: int | None = None
+    """Tokens per chunk if a token attends only to its chunk and to `chunks_before` before it; None: no chunks."""
+    chunks_before: int = 0
+    grow_after: int | None = None
+    """The scores of tokens at positions p beyond it grow, after the cap, by log(p) / log(grow_after); None: none do."""
     causal: bool = True
     """False: a token attends to the tokens after it too."""
     distance_bias: tuple[int, int, int] | None = None
@@ -100,11 +106,14 @@ class Attention(Mixer):
             head_dim=self.head_dim,
             scale=self.scale,
             rope=self.rope,
-            sliding_window=self.sliding_window,
+            sliding_window=self.sliding_window if self.chunk_size is None else None,
             soft_cap=self.soft_cap,
             sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
             alibi=self.alibi,
             alibi_root=self.alibi_root,
+            chunk_size=self.chunk_size,
+            chunks_before=self.chunks_before,
+            grow_after=self.grow_after,
             causal=self.causal,
             distance_bias=self._distance_bias(names.distance_bias),
             query_norm=head_norms.get("query_norm"),
@@ -202,6 +211,10 @@ class Attention(Mixer):
             return f"{len(self.alibi)} slopes for {self.num_heads} attention heads"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"a sliding window of {self.sliding_window}; it must be at least 1"
+        if self.chunk_size is not None and self.chunk_size < 1:
+            return f"attention within chunks of {self.chunk_size} tokens; there must be at least 1"
+        if self.grow_after is not None and self.grow_after < 2:
+            return f"scores that grow after position {self.grow_after}; it must be at least 2"
         return ""
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:

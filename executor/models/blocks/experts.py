@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -20,6 +21,7 @@ from headrace.executor.models.blocks import (
     rounded_up,
 )
 from headrace.executor.models.blocks.dense import Activation
+from headrace.executor.models.blocks.gated_norm import SoftCap
 
 UNGATED: Mapping[str, Literal["relu", "normal_cdf"]] = {"relu2": "relu", "gelu": "normal_cdf"}
 """By the activation f of experts without a gate, that of the gate with which gated experts, whose gate and up
@@ -50,6 +52,8 @@ class Experts(Ffn):
     ("vector") or [1, num_experts] ("row")."""
     correction_optional: bool = False
     """Whether checkpoints may leave the vector out, which is then zero."""
+    logit_cap: float | None = None
+    """The router's logits become logit_cap * tanh(logit / logit_cap); None: they stay as they are."""
 
     @property
     def chosen_share(self) -> float:
@@ -63,6 +67,8 @@ class Experts(Ffn):
         if self.correction != "no":
             stored = (1, None) if self.correction == "row" else (None,)
             found["correction"] = Vector(names.router_correction, self.num_experts, stored, self.correction_optional)
+        if self.logit_cap is not None:
+            found["cap"] = SoftCap(self.logit_cap)
         if self.shared_inner and not self.shared_gate:
             gate, up, down = (
                 f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)
@@ -85,6 +91,8 @@ class Experts(Ffn):
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         logits = ops.linear(held["router"], x)
+        if "cap" in held:
+            logits = ops.compute(held["cap"], logits)
         found = [self.routed(ops, held, x, logits)]
         if self.shared_inner and not self.shared_gate:
             found.append(ops.product(held["shared_down"], ops.linear(held["shared_up"], x)))
@@ -109,6 +117,8 @@ class Experts(Ffn):
         return self.num_experts + inner
 
     def problem(self) -> str:
+        if self.logit_cap is not None and not 0 < self.logit_cap < math.inf:
+            return f"the cap of the router's logits must be positive, got {self.logit_cap}"
         if self.inner < 1:
             return f"an expert's inner size must be at least 1, got {self.inner}"
         if not 1 <= self.routing.num_chosen <= self.num_experts:

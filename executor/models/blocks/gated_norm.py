@@ -1,5 +1,5 @@
 """Gates: products with activated values of the same columns, after a norm of groups of columns or without one; and
-sums, and gates of which few columns are not zero."""
+sums, caps, and gates of which few columns are not zero."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ class Added(WithoutWeights, Declared):
     program_reader = "headrace.executor.cpu.recurrent:CpuAdded.read"
 
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class SoftCap(WithoutWeights, Declared):
+    """compute(x): cap * tanh(x / cap); x itself may be overwritten."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerSoftCap"
+    program_reader = "headrace.executor.cpu.recurrent:CpuSoftCap.read"
+
+    cap: float
 
 
 @dataclass(frozen=True)

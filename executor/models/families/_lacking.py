@@ -11,8 +11,6 @@ _LACKING = {
     "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
     "DiffLlamaForCausalLM": "differences of two attentions",
     "DogeForCausalLM": "masks that are computed of values",
-    "Grok1ForCausalLM": _REMOTE,
-    "Grok1ModelForCausalLM": _REMOTE,
     **dict.fromkeys(
         (
             *("InklingForCausalLM", "InklingForConditionalGeneration"),

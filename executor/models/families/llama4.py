@@ -53,25 +53,17 @@ class LongAttention(Attention):
     normed without weights. Llama 4 does so after the rotation and `Attend` before it, which is the same: rotation does
     not change lengths."""
 
-    chunk_size: int | None = None
-
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         found = dict(super().declare(spec))
         attend = found["attend"]
         assert isinstance(attend, Attend)
-        attend = replace(attend, chunk_size=self.chunk_size)
         if attend.query_norm is not None and attend.key_norm is not None:
             query_norm, key_norm = (replace(norm, affine=False) for norm in (attend.query_norm, attend.key_norm))
             attend = replace(attend, query_norm=query_norm, key_norm=key_norm)
         return found | {"attend": attend}
 
-    def problem(self) -> str:
-        if self.chunk_size is not None and self.chunk_size < 1:
-            return f"attention_chunk_size must be at least 1, got {self.chunk_size}"
-        return super().problem()
-
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has neither attention within chunks, nor queries that grow, nor norms without weights."
+        return "the program has no norms without weights."
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ class AttentionArgs(ctypes.Structure):
         ("output_type", ctypes.c_int32),
         ("only_logits", ctypes.c_int32),
         ("alibi_root", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("chunks_before", ctypes.c_int32),
+        ("grow_after", ctypes.c_int32),
         ("never_skipped", ctypes.c_void_p),
     )
 

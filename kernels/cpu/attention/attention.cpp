@@ -70,7 +70,7 @@ class Division {
 
  private:
   int64_t cost(const Item& item) const {
-    const int first = first_visible(item.first_position, args_.window) / kGroupKeys;
+    const int first = first_visible(item.first_position, args_) / kGroupKeys;
     return ((item.end_key - 1) / kGroupKeys + 1 - first) * (kReadingRows + item.tokens * shape_.group);
   }
 
@@ -88,8 +88,8 @@ class Division {
         Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0, 0};
         // At least one key, although none of these tokens may see any (see `key_lens`).
         item.end_key = std::max(end_visible(item.first_position + item.tokens - 1, num_keys_of(step_, seq), args_),
-                                first_visible(item.first_position, args_.window) + 1);
-        item.first_tile = first_visible(item.first_position, args_.window) / kTileKeys;
+                                first_visible(item.first_position, args_) + 1);
+        item.first_tile = first_visible(item.first_position, args_) / kTileKeys;
         item.end_tile = (item.end_key - 1) / kTileKeys + 1;
         if (all || is_wanted(item)) visit(item);
       }

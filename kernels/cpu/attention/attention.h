@@ -57,6 +57,10 @@ struct AttentionArgs {
   // 1: only the rows in step.logits_rows need to be computed; all keys and values are still written.
   int32_t only_logits;
   int32_t alibi_root;  // 1: a score loses slope * the root of the distance
+  // Tokens of a chunk: a token attends to its own and to this many chunks before it, in the place of a window; 0: none.
+  int32_t chunk;
+  int32_t chunks_before;
+  int32_t grow_after;  // the scores of tokens at later positions grow (see growth_of); 0: none do
   // Slots of adapters, or null: sequences with an adapter in them are not skipped, however many tokens they compute.
   const struct Delta* const* never_skipped;
 };

@@ -2,11 +2,12 @@
 // unit is computed, the keys and values of the next are prefetched: their blocks are scattered in memory, and each is
 // too short for the hardware to detect a stream.
 //
-// A unit's first key is a multiple of kWeightKeys from the start of its tile, even if a window hides some before it: a
+// A unit's first key is a multiple of kWeightKeys from the start of its tile, even if a window or chunk hides some before it: a
 // key's place in every sum does not depend on what is hidden.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "attention/attention.h"
 #include "attention/softmax.h"
@@ -33,7 +34,16 @@ inline Shape shape_of(const AttentionArgs& args) {
   return {group, tokens, tokens * group, padded, values};
 }
 
-inline int first_visible(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
+inline int first_visible(int position, const AttentionArgs& args) {
+  if (args.chunk > 0) return std::max(0, (position / args.chunk - args.chunks_before) * args.chunk);
+  return args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+}
+
+// The factor of the scores of the token at `position`, which keeps attention sharp in long contexts.
+inline float growth_of(int position, const AttentionArgs& args) {
+  if (args.grow_after <= 0 || position <= args.grow_after) return 1.0f;
+  return std::log(static_cast<float>(position)) / std::log(static_cast<float>(args.grow_after));
+}
 
 // The tokens of a sequence that others attend to.
 inline int num_keys_of(const Step& step, int64_t seq) {
@@ -228,12 +238,16 @@ class Worker {
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
                   scratch_.scores, fetch_);
 
-    ScoreRule rule = rule_for(item);
+    const ScoreRule whole = rule_for(item);
+    ScoreRule rule = whole;
     const int keys = round_up_to(places_->count, kWeightKeys);
     for (int token = 0, row = 0; token < item.tokens; ++token) {
       const int position = item.first_position + token;
-      const Sight sight(std::max(0, first_visible(position, args_.window) - places_->base),
+      const Sight sight(std::max(0, first_visible(position, args_) - places_->base),
                         std::min(places_->count, end_visible(position, length, args_) - places_->base));
+      const float growth = growth_of(position, args_);  // of capped scores: both the scale and the cap grow
+      rule.scale = whole.scale * growth;
+      rule.soft_cap = whole.soft_cap * growth;
       for (int g = 0; g < shape_.group; ++g, ++row) {
         for (int i = 0; i < kRowSteps; ++i) fetch_.step();
         if (args_.alibi != nullptr) {
@@ -290,7 +304,7 @@ class Worker {
   void locate(const Unit& unit, Places& places) const {
     const Item& item = unit.item;
     const int tile_start = unit.tile * kTileKeys;
-    const int hidden = std::max(0, first_visible(item.first_position, args_.window) - tile_start);
+    const int hidden = std::max(0, first_visible(item.first_position, args_) - tile_start);
     places.base = tile_start + hidden / kWeightKeys * kWeightKeys;
     places.count = std::min(tile_start + kTileKeys, item.end_key) - places.base;
     places.groups = round_up_to(places.count, kGroupKeys) / kGroupKeys;
@@ -360,10 +374,10 @@ class Worker {
     return scratch_.groups;
   }
 
-  // The number of the tile's first keys that a window hides from all of an item's tokens. Their blocks may belong to
+  // The number of the tile's first keys that a window or chunk hides from all of an item's tokens. Their blocks may belong to
   // another sequence by now and hold NaN, which a weight of 0 would not hide; so they are not read.
   int num_hidden(const Item& item) const {
-    return std::max(0, first_visible(item.first_position, args_.window) - places_->base);
+    return std::max(0, first_visible(item.first_position, args_) - places_->base);
   }
 
   int64_t group_size() const { return int64_t{kGroupKeys} * shape_.padded; }

@@ -145,6 +145,11 @@ class AttentionLayer:
     """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
     alibi_root: bool = False
     """Whether a score loses slope * the root of the distance instead."""
+    chunk_size: int | None = None
+    """Tokens of a chunk: a token attends to its own and to `chunks_before` before it, in the place of a window."""
+    chunks_before: int = 0
+    grow_after: int | None = None
+    """Of `AttentionParams.grow_after`."""
     distance_bias: Tensor | None = None
     """Of `AttentionParams.distance_bias`."""
     both_sides: bool = False
