@@ -176,6 +176,8 @@ class ProgramOps:
         """The layer's `LayerCache`, which attention needs."""
         self.state: Any = None
         """The layer's `LayerState`, if it keeps one."""
+        self.kept: Buffer | None = None
+        """What an op of the layer leaves to a later one."""
         self._is_last = False
 
     def begin_layer(

@@ -187,7 +187,7 @@ class CpuWeights(CheckedWeights):
             weight = self.vector(f"{name}.{declared.weight_name}", size, declared.weight_offset, own)
             bias = self.vector(f"{name}.bias", size, 0.0, own) if declared.bias else None
             weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
-        return CpuNorm(Norm(declared.kind, declared.eps, weight, bias), columns)
+        return CpuNorm(Norm(declared.kind, declared.eps, weight, bias, declared.groups), columns)
 
     def linear(self, declared: Linear, prefix: str) -> CpuLinear:
         """Stacks its matrices by rows; those of a gated pair become one weight if their types are the same."""

@@ -48,7 +48,9 @@ class RopeSpec:
     long_divisors: tuple[float, ...] = ()
     """Divisors for longer contexts; `ArchSpec.for_context` chooses between the two."""
     turned_dim: int = 0
-    """Number of dimensions that turn, of rotary_dim ones by which the frequencies are spread: proportional."""
+    """Number of dimensions that turn, of rotary_dim ones: proportional."""
+    spread_dim: int = 0
+    """Number of dimensions by which the frequencies are spread; 0: rotary_dim. Proportional."""
     interleaved: bool = False
     """Whether the checkpoint rotates dimension 2i with 2i + 1. Its rows are then reordered on reading, so that all
     computation rotates dimension i with i + rotary_dim / 2."""
@@ -149,6 +151,8 @@ class NormSpec:
     """Whether the norm has weights (and a layer norm, biases)."""
     bias: bool = True
     """Whether an affine layer norm has biases."""
+    groups: int = 1
+    """Groups of columns of the residual stream, each of which an RMS norm norms by itself."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +352,11 @@ class ArchSpec:
             "scaled logits need a final norm with weights",
         )
         self._require(0 < self.norm.eps < 1, f"the norm's eps must be between 0 and 1, got {self.norm.eps}")
+        groups = self.norm.groups
+        self._require(
+            groups >= 1 and self.hidden_size % groups == 0,
+            f"{groups} groups of a norm must divide a hidden_size of {self.hidden_size}",
+        )
         for block in {block for layer in self.layers for block in (layer.mixer, layer.ffn)}:
             self._require(not block.problem(), block.problem())
         if self.stream is not None:

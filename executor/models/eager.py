@@ -94,14 +94,19 @@ class EagerNorm:
             weight = weights.vector(f"{name}.{declared.weight_name}", self._whole_size, declared.weight_offset, own)
             bias = weights.vector(f"{name}.bias", self._whole_size, 0.0, own) if declared.bias else None
             weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
-        self.eps = declared.eps
+        self.eps, self.groups = declared.eps, declared.groups
         self._weights: tuple[Tensor | None, ...] = (weight, bias)
         if declared.kind == "rms":
             self._weights = (weight if weight is not None else torch.ones(self.columns, device=weights.device),)
         self._op = weights.kernel(f"{declared.kind}_norm", size=self.columns)
+        self._grouped = weights.kernel("gated_norm") if self.groups > 1 else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and residual [..., size] -> (norm of their sum, their sum)"""
+        if self._grouped is not None:
+            total = x if residual is None else x + residual
+            grouped = self._grouped(total, None, self.weight, self.columns // self.groups, self.eps, "none")
+            return grouped, total
         normed, total = self._op(x, residual, *self._weights, self.eps)
         return normed, total
 
@@ -768,8 +773,14 @@ class Layer:
     def _rows_to_fuse(self) -> int:
         """Most tokens of a step that `FusedOps` compute in this layer; 0: never."""
         spec = self._spec
-        # Fused kernels support RMS norms before the blocks only, and no sum over ranks between product and addition.
-        if spec.norm.kind != "rms" or spec.norm_placement != "pre" or self._place.world_size > 1:
+        # Fused kernels support RMS norms of whole rows, before the blocks only, and no sum over ranks between product
+        # and addition.
+        if (
+            spec.norm.kind != "rms"
+            or spec.norm.groups > 1
+            or spec.norm_placement != "pre"
+            or self._place.world_size > 1
+        ):
             return 0
         if spec.stream is not None:
             return 0

@@ -183,6 +183,9 @@ class EagerGatedNorm:
 
     def __init__(self, weights: EagerWeights, declared: GatedNorm, prefix: str) -> None:
         self._weight = gated_norm_weight(weights, declared, prefix)
+        own = own_part(declared.size, weights.place)
+        self.columns = declared.size.size if own is None else own.stop - own.start
+        """Columns of this rank."""
         self._declared, self._place = declared, weights.place
         self._norm = weights.kernel("gated_norm")
 

@@ -31,7 +31,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def _exponents(rope: RopeSpec) -> Tensor:
-    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / (rope.spread_dim or rope.rotary_dim)
 
 
 def _llama3(rope: RopeSpec, base: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Every token is computed by the same operations in the same order, however the to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -229,6 +230,7 @@ GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda values: F.relu(values).square(),
+        "softplus2": lambda values: F.softplus(values, beta=math.log(2)),  # log2(1 + 2^x)
     }
 )
 

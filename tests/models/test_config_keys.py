@@ -79,6 +79,11 @@ OF_NO_EFFECT = {
         *("n_shared_experts", "n_group", "topk_group", "norm_topk_prob", "num_experts_per_tok"),
         *("routed_scaling_factor", "time_step_limit"),
     },
+    "k2_horizon": {"mova_num_experts_per_tok"},  # there are no experts of values
+    "k2_horizon_dense": {  # there are no experts
+        *("decoder_sparse_step", "mlp_only_layers", "moe_gate_bias", "mova_num_experts", "mova_num_experts_per_tok"),
+        *("norm_topk_prob", "num_experts_per_tok", "num_shared_experts", "router_scaling_factor", "router_score_func"),
+    },
     "mamba": {"expand"},  # intermediate_size has it
     "falcon_mamba": {"expand"},
     "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
@@ -216,12 +221,12 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
         not name.startswith(
             (
                 *("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa", "mellum", "minimax_m3"),
-                *("muse", "step3p5", "dots3_note"),
+                *("muse", "step3p5", "dots3_note", "rnj1"),
             )
         )
         and LISTS.keys() & config.keys()
     ):  # of these, other lists have the lengths of layers; of the third, all layers are recurrent without the list,
-        # none of Mellum's has a window, and none of MiniMax M3's has an index
+        # none of Mellum's has a window, none of MiniMax M3's has an index, and RNJ 1 has no default
         older = {key: value for key, value in config.items() if key not in LISTS}
         _walk(name, older | {"num_hidden_layers": 8})
 
@@ -335,6 +340,20 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("codegen", {"n_head": 2}, "n_head is 2; a multiple of 4 can be read"),
     ("solar", {"bskcn_2": [True]}, r"bskcn_2 must be a list of layers, counted from 0, got \[True\]"),
     ("solar", {"bskcn_1": [5]}, "bskcn_3 has layer 4, which needs an equal or smaller one in its bskcn_1"),
+    ("arctic", {"moe_layer_frequency": 0}, "moe_layer_frequency must be at least 1, got 0"),
+    ("arctic", {"use_residual": False}, "use_residual is False and its parallel_attn_mlp_res True; it is one field"),
+    ("grok_2", {"rope_type": "yarn_log"}, "rope_type is 'yarn_log' where 'original' or 'default' is computed"),
+    (
+        "k2_horizon",
+        {"attention_gate_func": "tanh"},
+        "attention_gate_func is 'tanh'; supported are silu, softplus and null",
+    ),
+    ("k2_horizon", {"layernorm_num_groups": 5}, "5 groups of a norm must divide a hidden_size of 32"),
+    ("k2_horizon", {"rope_head_dim": 18}, "rope_head_dim must be even, from 2 to head_dim 16, got 18"),
+    ("k2_horizon", {"router_score_func": "relu"}, "router_score_func is 'relu'; it is softmax or sigmoid"),
+    ("k2_horizon_mova", {"mova_num_experts_per_tok": 7}, "7 of 6 experts of values cannot be chosen for a token"),
+    ("rnj1", {"layer_types": ["sliding_attention"] * 3}, "layer_types must list full_attention or chunked_attention"),
+    ("rnj1", {"sliding_window": 1}, "sliding_window must be at least 2, two chunks of a token, got 1"),
     ("solar", {"bskcn_tv": [0.9]}, r"bskcn_tv must be two numbers from 0 to 1, .* got \[0.9\]"),
     ("gpt_neo", {"attention_types": [["global", 3]]}, r"attention_types must be a list of \[kinds, number\]"),
     ("gpt_neo", {"attention_types": [[["global"], 2]]}, "global or local for each of 3 layers"),

@@ -70,9 +70,14 @@ def expect_answers(path: Path, logits_of: Callable[[list[int], list[int]], torch
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
 
 
+REASONS = {"k2_horizon_mova": "the program has no op for NormedHeads."}
+"""Why some run op by op."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_engine_gives_the_tokens_of_the_same_model_in_transformers(folder: Path, name: str) -> None:
-    assert why_not(spec_from_config(published_models.config_of(name)), torch.float32) == ""
+    reason = why_not(spec_from_config(published_models.config_of(name)), torch.float32)
+    assert reason == REASONS.get(name, "")
     expect_answers_of_twin(folder, name)
 
 
@@ -98,7 +103,7 @@ def test_logits_that_are_scaled_or_capped_give_the_probabilities_of_the_same_mod
             assert given.logprob == pytest.approx(expected[position, token].item(), abs=1e-4)
 
 
-OWN_OPS = ("grok_1", "grok_2", "solar", "step1")
+OWN_OPS = ("arctic", "grok_1", "grok_2", "k2_horizon_dense", "rnj1", "solar", "step1")
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 
 

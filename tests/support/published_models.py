@@ -20,7 +20,7 @@ from lightning_twin import Ling
 from safetensors.torch import save_file
 from tiny_models import COMMON, TinyModel
 from torch import Tensor
-from written_parts import GrokFfn, Scores, randomise
+from written_parts import EarlyExpertsLayer, GatedFfn, GrokFfn, GroupedNorm, Scores, ValueAttention, randomise
 
 from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
 
@@ -592,6 +592,107 @@ GROK_TWIN = {
 }  # fmt: skip
 
 
+ARCTIC_NAMES = {"mlp.gate.": "block_sparse_moe.gate.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _as_arctic(model: Any) -> None:
+    """A Mixtral of transformers with a dense FFN in the first layer, and experts beside another in the second."""
+    dense = GatedFfn(SMALL["hidden_size"], SMALL["intermediate_size"], torch.nn.functional.silu)
+    randomise(dense, 0)
+    model.model.layers[0].mlp = dense
+    model.model.layers[1] = EarlyExpertsLayer(model.model.layers[1], SMALL["hidden_size"])
+
+
+def _of_arctic(state: State) -> State:
+    return {
+        name.replace("mlp.experts.", "block_sparse_moe.experts.").replace(".0.mlp.", ".0.block_sparse_moe.mlp."): each
+        for name, each in _experts_apart(state).items()
+    }
+
+
+def _arctic(config: dict[str, Any]) -> dict[str, Any]:
+    return _plain(
+        config, num_local_experts=4, num_experts_per_tok=2, moe_layer_frequency=2, parallel_attn_mlp_res=True,
+        use_residual=True, moe_train_capacity_factor=1, moe_eval_capacity_factor=1, moe_min_capacity=0,
+        moe_token_dropping=True, enable_expert_tensor_parallelism=False, router_aux_loss_coef=0.001,
+        sliding_window=None, quantization=None, model_type="arctic",
+    )  # fmt: skip
+
+
+RNJ = {
+    "num_hidden_layers": 3, "sliding_window": 32, "num_key_value_heads": 2, "head_dim": 16,
+    "query_pre_attn_scalar": 20, "tie_word_embeddings": False, "pad_token_id": 2, "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}  # fmt: skip
+
+
+def _rnj(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "rms_norm_eps", "head_dim", "query_pre_attn_scalar", "sliding_window", "hidden_activation", "attention_bias",
+        "final_logit_softcapping", "attn_logit_softcapping", "tie_word_embeddings",
+    )  # fmt: skip
+    chunked = {"sliding_attention": "chunked_attention"}
+    return {
+        **{name: config[name] for name in (*COMMON, *kept) if name in config}, "model_type": "rnj1",
+        "layer_types": [chunked.get(each, each) for each in config["layer_types"]],
+        "rope_parameters": {chunked.get(key, key): each for key, each in config["rope_parameters"].items()},
+    }  # fmt: skip
+
+
+HORIZON_TWIN = {
+    "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": False, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "first_k_dense_replace": 1, "num_experts_per_tok": 3, "norm_topk_prob": True, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "attention_bias": False,
+}  # fmt: skip
+WHOLE_ROTATION = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 1.0}
+HORIZON_NAMES = {"mlp.gate.e_score_correction_bias": "mlp.gate.bias"}
+
+
+def _horizon(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """As the files of K2 Horizon have it, with what its largest model has not."""
+    rotation = {key: config["rope_parameters"][key] for key in ("rope_theta", "rope_type")}
+    found = _plain(
+        config, head_dim=config["head_dim"], moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3,
+        num_shared_experts=2, norm_topk_prob=True, router_scaling_factor=2.5, router_score_func="sigmoid",
+        moe_gate_bias=True, mlp_only_layers=[0], decoder_sparse_step=1, attention_bias=False, query_key_norm=False,
+        attention_gate_func=None, layernorm_num_groups=1, mova_num_experts=0, mova_num_experts_per_tok=0,
+        rope_head_dim=config["head_dim"], rope_parameters=rotation, sliding_window=None, use_sliding_window=False,
+        attention_dropout=0.0, router_aux_loss_coef=0.0001, model_type="k2_horizon", **more,
+    )  # fmt: skip
+    del found["rope_theta"]
+    return found
+
+
+def _rotated_in_halves(state: State) -> State:
+    """With the first half of a head's rotated dimensions at the start of each half of the head."""
+    found = _experts_apart(state)
+    turned, whole = 8, 16
+    stored = [*range(turned // 2), *range(whole // 2, (whole + turned) // 2)]
+    stored += [each for each in range(whole) if each not in stored]
+    for name in state:
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = state[name].unflatten(0, (-1, whole))
+            found[name] = heads[:, torch.tensor(stored).argsort()].flatten(0, 1)
+    return found
+
+
+def _as_horizon(groups: int, gate: str | None, norms: bool, num_experts: int, model: Any) -> None:
+    """Gives a GLM 4 with experts norms of groups, and attention as a MoVA model of K2 Horizon has it."""
+    eps, layers = model.config.rms_norm_eps, model.model.layers
+    model.model.norm = GroupedNorm(model.model.norm, groups, eps)
+    for index, layer in enumerate(layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, GroupedNorm(getattr(layer, name), groups, eps))
+        if gate is not None:
+            experts = num_experts if index else 0
+            layer.self_attn = ValueAttention(model.config, experts, num_chosen=2, scale=2.5, gate=gate, norms=norms)
+            randomise(layer.self_attn, index)
+
+
 SOLAR: dict[str, list[Any]] = {
     "bskcn_1": [1, 2], "bskcn_2": [9, 1], "bskcn_3": [4], "bskcn_4": [2, 4, 5], "bskcn_tv": [0.9, 0.7]
 }  # fmt: skip
@@ -777,6 +878,28 @@ PUBLISHED: dict[str, Published] = {
         partial(_of_grok, True), prepare=partial(_as_grok, Scores(cap=2.0, grow_after=16), 1.5, 48),
         logits=lambda x: 5.0 * torch.tanh(0.7 * x / 5.0),
     ),
+    "arctic": Published(
+        "ArcticForCausalLM", _twin("Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+                                   sliding_window=None),
+        ARCTIC_NAMES, _arctic, _of_arctic, prepare=_as_arctic,
+    ),
+    "rnj1": Published(
+        "Rnj1ForCausalLM", TinyModel("Gemma3ForCausalLM", "Gemma3TextConfig", SMALL | RNJ, 0.2), {}, _rnj,
+        prepare=partial(Scores(chunk=16).put_into, chunked="sliding_attention"),
+        logits=lambda x: 3.0 * torch.tanh(x / 3.0),
+    ),
+    "k2_horizon": Published(
+        "K2HorizonForCausalLM",
+        _twin("Glm4Moe", **HORIZON_TWIN, rope_parameters=WHOLE_ROTATION | {"partial_rotary_factor": 0.5}),
+        HORIZON_NAMES, lambda config: _horizon(config) | {"rope_head_dim": 8}, _rotated_in_halves,
+    ),
+    "k2_horizon_dense": Published(
+        "K2HorizonForCausalLM",
+        _twin("Glm4Moe", **HORIZON_TWIN | {"first_k_dense_replace": 3}, rope_parameters=WHOLE_ROTATION), {},
+        lambda config: _horizon(config) | {"num_experts": 0, "layernorm_num_groups": 4,
+                                           "attention_gate_func": "softplus"},
+        prepare=partial(_as_horizon, 4, "softplus", False, 0),
+    ),
     "step1": Published(
         "Step1ForCausalLM", _twin("Llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2),
         {}, _step_1, has_alibi=True, alibi_root=True,
@@ -817,6 +940,19 @@ PUBLISHED: dict[str, Published] = {
     ),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
 }  # fmt: skip
+
+
+OP_BY_OP: dict[str, Published] = {
+    "k2_horizon_mova": Published(
+        "K2HorizonForCausalLM", _twin("Glm4Moe", **HORIZON_TWIN, rope_parameters=WHOLE_ROTATION), HORIZON_NAMES,
+        lambda config: _horizon(config) | {"layernorm_num_groups": 2, "attention_gate_func": "silu",
+                                           "mova_num_experts": 6, "mova_num_experts_per_tok": 2,
+                                           "query_key_norm": True},
+        _experts_apart, prepare=partial(_as_horizon, 2, "silu", True, 6),
+    ),
+}  # fmt: skip
+"""Those that run op by op."""
+PUBLISHED |= OP_BY_OP
 
 
 def twin_of(name: str) -> Any:

@@ -139,6 +139,8 @@ class Norm(Declared):
     """Multiplies the result."""
     weight_name: str = "weight"
     """Follows `name`: `router.scale`."""
+    groups: int = 1
+    """Groups of columns, each of which is normed by itself; of RMS norms."""
 
     @classmethod
     def of(cls, spec: ArchSpec, name: str, size: Dimension) -> Norm:
@@ -150,7 +152,7 @@ class Norm(Declared):
     def of_stream(cls, spec: ArchSpec, name: str, scale: float = 1.0) -> Norm:
         """A norm of the residual stream. The stream is kept divided by `residual_scale`, so eps is scaled to match."""
         norm = cls.of(spec, name, spec.hidden_size)
-        return replace(norm, eps=norm.eps / spec.residual_scale**2, scale=scale)
+        return replace(norm, eps=norm.eps / spec.residual_scale**2, scale=scale, groups=spec.norm.groups)
 
     def weights(self) -> Iterator[Weight]:
         if self.affine:

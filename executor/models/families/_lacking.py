@@ -7,7 +7,6 @@ _REMOTE = "its code comes with its checkpoints, and nothing installed here can c
 _QWEN4 = "embeddings of n-grams in some layers, with a convolution of their own, and keys averaged in blocks"
 _LACKING = {
     "AXK2ForCausalLM": "norms whose outputs are gated by two matrices of low rank",
-    "ArcticForCausalLM": f"experts beside each dense FFN, and {_REMOTE}",
     "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
     "DiffLlamaForCausalLM": "differences of two attentions",
     "DogeForCausalLM": "masks that are computed of values",
@@ -20,14 +19,12 @@ _LACKING = {
     ),
     "IQuestLoopCoderForCausalLM": f"attention to two caches in one layer, and {_REMOTE}",
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
-    "K2HorizonForCausalLM": _REMOTE,
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "PanguProMoEV2ForCausalLM": _REMOTE,
     "Plamo2ForCausalLM": _REMOTE,
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,
-    "Rnj1ForCausalLM": _REMOTE,
     "RwkvForCausalLM": "RWKV 4's recurrence",
     "Step3TextForCausalLM": f"attention of factorised matrices, and {_REMOTE}",
     "ZambaForCausalLM": "one layer of attention, of twice the hidden size, that several layers of Mamba share",

@@ -28,6 +28,7 @@ class NormArgs(ctypes.Structure):
         ("output_type", ctypes.c_int32),
         ("eps", ctypes.c_float),
         ("factor", ctypes.c_float),
+        ("groups", ctypes.c_int32),
     )
 
 

@@ -63,6 +63,7 @@ void norm(const void* raw, const Step& step, int thread, int num_threads) {
   const NormArgs& args = *static_cast<const NormArgs*>(raw);
   alignas(64) float row_values[kMostRowValues];
   const bool own = args.output_thread_stride != 0;
+  const int64_t groups = std::max(1, args.groups);
   const Range rows = own ? Range{0, step.rows(args.rows, args.num_rows)}
                          : rows_of(args.rows, args.num_rows, step, thread, num_threads);
   char* output = static_cast<char*>(args.output) + (own ? thread * args.output_thread_stride : 0);
@@ -80,7 +81,10 @@ void norm(const void* raw, const Step& step, int thread, int num_threads) {
       // The norm is that of the rounded sum.
       if (args.residual_type != DType::kF32) load_values(residual, args.residual_type, args.size, row_values);
     }
-    norm_values(args.kind, values, args.size, args.weight, args.bias, args.eps, row_values);
+    const int64_t count = args.size / groups;
+    for (int64_t at = 0; at < args.size; at += count)
+      norm_values(args.kind, values + at, count, args.weight != nullptr ? args.weight + at : nullptr,
+                  args.bias != nullptr ? args.bias + at : nullptr, args.eps, row_values + at);
     char* to = row_at(output, row, args.output_stride, args.output_type);
     if (args.add_to_output != 0)
       for (int64_t i = 0; i < args.size; ++i) row_values[i] += load_one(to, i, args.output_type);

@@ -65,6 +65,7 @@ struct NormArgs {
   DType output_type;
   float eps;
   float factor;  // of what is stored
+  int32_t groups;  // of columns, each of which is normed by itself; 0 or 1: all columns are
 };
 
 struct ActivationArgs {

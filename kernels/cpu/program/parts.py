@@ -96,6 +96,8 @@ class Norm:
     eps: float
     weight: Tensor | None = None
     bias: Tensor | None = None
+    groups: int = 1
+    """Groups of columns, each of which is normed by itself."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,6 +260,7 @@ class Builder:
             output_type=out.type,
             eps=norm.eps,
             factor=factor,
+            groups=norm.groups,
         )
         reads = (source, out) if add else (source,)
         self._add("norm", "hr_op_norm", args, reads, (out,), few=with_own_copies(args, "output", out), keep=(norm,))

@@ -216,12 +216,4 @@ inline void store_lanes(void* to, int64_t at, int count, DType type, Floats valu
 // ln(1 + e^x), which is x for large x.
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// The same: max(x, 0) + ln(1 + e^-|x|), whose logarithm is 2 artanh(y / (2 + y)) for y = e^-|x|, as a series.
-inline Floats softplus(Floats x) {
-  const Floats zero = {}, y = exponential<true>(-larger(x, -x)), s = y / (2.0f + y), square = s * s;
-  Floats sum = all_lanes(1.0f / 17.0f);
-  for (int odd = 15; odd >= 1; odd -= 2) sum = fused(sum, square, all_lanes(1.0f / static_cast<float>(odd)));
-  return larger(x, zero) + 2.0f * s * sum;
-}
-
 }  // namespace headrace

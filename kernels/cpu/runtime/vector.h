@@ -243,6 +243,14 @@ inline Floats exponential(Floats x) {
   return times_power_of_two(power_less_one<kPrecise>(power.f) + 1.0f, power.n);
 }
 
+// ln(1 + e^x): max(x, 0) + ln(1 + e^-|x|), whose logarithm is 2 artanh(y / (2 + y)) for y = e^-|x|, as a series.
+inline Floats softplus(Floats x) {
+  const Floats zero = {}, y = exponential<true>(-larger(x, -x)), s = y / (2.0f + y), square = s * s;
+  Floats sum = all_lanes(1.0f / 17.0f);
+  for (int odd = 15; odd >= 1; odd -= 2) sum = fused(sum, square, all_lanes(1.0f / static_cast<float>(odd)));
+  return larger(x, zero) + 2.0f * s * sum;
+}
+
 // e^x - 1 for x from -100 to 80, formed as 2^n (2^f - 1) + (2^n - 1) to keep its precision near 0.
 inline Floats exponential_less_one(Floats x) {
   PowerOfTwo power = split_power(x);
