@@ -14,6 +14,7 @@ from headrace.executor.models.blocks import Attend, AttendLatent
 from headrace.executor.models.reading import own_part, own_slopes
 from headrace.kernels.cpu.facade import NEVER, AttentionLayer, Buffer, LatentLayer, Norm, PackedLinear
 from headrace.kernels.low_rank import LowRank, LowRankPart, factors_of_heads
+from headrace.kernels.reference.attention import SinkRows
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class CpuAttend:
     value_norm: Norm | None
     sinks: Tensor | None
     """[heads of this rank] float32"""
+    sink_tokens: SinkRows | None
     alibi: Tensor | None
     """[heads of this rank] float32"""
     distance_bias: Tensor | None
@@ -36,9 +38,10 @@ class CpuAttend:
         norms = declared.query_norm, declared.key_norm, declared.value_norm
         query_norm, key_norm, value_norm = (_of_heads(weights, each, prefix) for each in norms)
         sinks = None if declared.sinks is None else weights.values(declared.sinks, prefix)
+        tokens = None if declared.sink_tokens is None else weights.sink_tokens(declared.sink_tokens, prefix)
         bias = None if declared.distance_bias is None else weights.distance_bias(declared.distance_bias, prefix)
         slopes = own_slopes(declared, weights.place)
-        return cls(declared, query_norm, key_norm, value_norm, sinks, slopes, bias)
+        return cls(declared, query_norm, key_norm, value_norm, sinks, tokens, slopes, bias)
 
     def write(self, ops: ProgramOps, qkv: Buffer) -> Buffer:
         declared, builder = self.declared, ops.builder
@@ -58,6 +61,7 @@ class CpuAttend:
             window=declared.sliding_window,
             soft_cap=declared.soft_cap,
             sinks=self.sinks,
+            sink_tokens=self.sink_tokens,
             alibi=self.alibi,
             alibi_root=declared.alibi_root,
             chunk_size=declared.chunk_size,

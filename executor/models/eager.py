@@ -333,6 +333,7 @@ class EagerAttend:
             declared.sliding_window,
             declared.soft_cap,
             sinks=sinks,
+            sink_tokens=None if declared.sink_tokens is None else weights.sink_tokens(declared.sink_tokens, prefix),
             alibi=alibi,
             alibi_root=declared.alibi_root,
             grow_after=declared.grow_after,
@@ -349,13 +350,15 @@ class EagerAttend:
         # Norms, rotation and cache write as one kernel, where the device has it: each is small and costs a launch.
         self._norm_after_rotation = declared.norm_after_rotation
         can_norm = query_norm is None or (query_norm.kind == "rms" and not declared.norm_after_rotation)
-        is_fusable = not declared.reads_only and can_norm
+        norms_alike = (query_norm is None) == (declared.key_norm is None)
+        is_fusable = not declared.reads_only and can_norm and norms_alike
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         self._attend = weights.kernel(
             "paged_attention",
             **{"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads},
             has_alibi=alibi is not None,
             grows=declared.grow_after is not None,
+            has_sink_tokens=declared.sink_tokens is not None,
             is_causal=declared.causal,
         )
 

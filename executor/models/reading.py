@@ -27,6 +27,7 @@ from headrace.executor.models.blocks import (
     LayerDeclaration,
     LayerHeld,
     Linear,
+    SinkTokens,
     Vector,
     size_of,
 )
@@ -37,7 +38,7 @@ from headrace.ipc.adapters import MOST_USED
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.low_rank import SlotLimits
-from headrace.kernels.reference.attention import BIAS_PADDING
+from headrace.kernels.reference.attention import BIAS_PADDING, SinkRows
 from headrace.kernels.reference.moe import MovableExperts
 
 if TYPE_CHECKING:
@@ -185,6 +186,22 @@ class CheckedWeights:
         found = table.T[:, buckets.to(self.device)].contiguous()
         self.nbytes += found.nbytes
         return found
+
+    def sink_tokens(self, declared: SinkTokens, prefix: str) -> SinkRows:
+        """Those of this rank's heads, with keys normed and values filled up with zeros."""
+        heads, shape = own_part(declared.heads, self.place) or slice(None), (declared.count, declared.heads.size)
+        self._check(prefix + declared.keys, (*shape, declared.head_dim))
+        keys = self._floats(prefix + declared.keys)[:, heads].to(self.device, torch.float32, copy=True)
+        keys[..., : declared.pairs] = keys[..., : declared.pairs].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if (norm := declared.norm) is not None:
+            weight = self.vector(f"{prefix}{norm.name}.{norm.weight_name}", declared.head_dim, norm.weight_offset)
+            keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + norm.eps) * weight
+        values = torch.zeros_like(keys)
+        if declared.values:
+            self._check(prefix + declared.values, (*shape, declared.value_dim))
+            values[..., : declared.value_dim] = self._floats(prefix + declared.values)[:, heads]
+        self.nbytes += keys.nbytes + values.nbytes
+        return SinkRows(keys.contiguous(), values)
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
         """Rows `take` of a [rows, columns] matrix in the model's dtype, not packed."""

@@ -194,6 +194,7 @@ class CpuOps:
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         alibi = None if params.alibi is None else params.alibi.float().contiguous()
+        tokens = params.sink_tokens
         args = AttentionArgs(
             source=RotaryArgs(
                 query=pointer(query),
@@ -205,6 +206,9 @@ class CpuOps:
             output=pointer(out),
             output_stride=num_heads * head_dim,
             sinks=None if sinks is None else pointer(sinks),
+            sink_keys=None if tokens is None else pointer(tokens.keys),
+            sink_values=None if tokens is None else pointer(tokens.values),
+            num_sinks=0 if tokens is None else len(tokens.keys),
             alibi=None if alibi is None else pointer(alibi),
             alibi_root=params.alibi_root,
             grow_after=params.grow_after or 0,

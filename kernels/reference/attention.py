@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,13 @@ class PagedBatch:
         return (self.seq_lens if self.key_lens is None else self.key_lens).tolist()
 
 
+class SinkRows(NamedTuple):
+    """Keys and values that every token attends to besides those of its context."""
+
+    keys: Tensor  # [num_sinks, num_kv_heads, head_dim] float32
+    values: Tensor  # the same
+
+
 @dataclass(frozen=True)
 class AttentionParams:
     scale: float
@@ -73,6 +80,7 @@ class AttentionParams:
     """Asks a GPU for a summation order that depends neither on the rest of the batch nor on a prompt's chunks."""
     sinks: Tensor | None = None
     """[num_heads] float32: attention sinks, the score of an extra token whose value is 0."""
+    sink_tokens: SinkRows | None = None
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
     alibi_root: bool = False
@@ -282,7 +290,9 @@ def _attend_decodes(
     bias = _bias(params, group.distances, num_kv_heads)
     bias = None if bias is None else bias.permute(2, 0, 1, 3)
     growth = _growth(params, group.positions[:, :, None, None])
-    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks, bias, growth)
+    visible = group.visible[:, None, None, :]
+    keys, values, visible = _with_sinks(params, keys, values, visible, by_head=1)
+    attended = _attend(q, keys, values, visible, params, sinks, bias, growth)
     out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
 
 
@@ -300,7 +310,7 @@ def _attend_prompt(
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
     is_plain = params.soft_cap is None and sinks is None and params.alibi is None and params.distance_bias is None
-    is_plain = is_plain and params.grow_after is None
+    is_plain = is_plain and params.grow_after is None and params.sink_tokens is None
     if prompt.start == 0 and params.sliding_window is None and is_plain:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
         into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=params.causal, scale=params.scale))
@@ -318,8 +328,8 @@ def _attend_prompt(
             visible &= (positions - at).abs() < params.sliding_window
         columns = slice(low - prompt.first_position, high - prompt.first_position)
         bias = _bias(params, positions - at, num_kv_heads)
-        tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
-        attended = _attend(*tiles, visible, params, sinks, bias, _growth(params, at))
+        read = _with_sinks(params, keys[:, :, columns], values[:, :, columns], visible, by_head=0)
+        attended = _attend(q[:, :, tile:tile_end], *read, params, sinks, bias, _growth(params, at))
         into[:, :, tile:tile_end] = attended.masked_fill(~visible.any(1)[:, None], 0)  # see `key_lens`
 
 
@@ -332,6 +342,22 @@ def _bias(params: AttentionParams, distances: Tensor, num_kv_heads: int) -> Tens
         return None
     lengths = distances.abs().sqrt() if params.alibi_root else distances.abs()
     return -params.alibi.view(num_kv_heads, -1, 1, 1) * lengths
+
+
+def _with_sinks(
+    params: AttentionParams, keys: Tensor, values: Tensor, visible: Tensor, by_head: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with those of the sinks before them, and what is visible of them. by_head: the dimension of keys
+    and values that counts heads, 0 or 1."""
+    if params.sink_tokens is None:
+        return keys, values, visible
+    sinks = (each.transpose(0, 1).unsqueeze(1 - by_head).to(keys.dtype) for each in params.sink_tokens)
+    keys, values = (
+        torch.cat([sink.expand(*each.shape[:2], -1, -1), each], dim=2)
+        for sink, each in zip(sinks, (keys, values), strict=True)
+    )
+    seen = torch.ones(len(params.sink_tokens.keys), dtype=torch.bool, device=visible.device)
+    return keys, values, torch.cat([seen.expand(*visible.shape[:-1], -1), visible], dim=-1)
 
 
 def _growth(params: AttentionParams, positions: Tensor) -> Tensor | None:

@@ -84,6 +84,7 @@ def _why_no_attention(
     num_kv_heads: int | None = None,
     has_alibi: bool = False,
     grows: bool = False,
+    has_sink_tokens: bool = False,
     is_causal: bool = True,
     **facts: Any,
 ) -> str:
@@ -91,6 +92,8 @@ def _why_no_attention(
         return "Triton attention has no ALiBi."
     if grows:
         return "Triton attention has no scores that grow with positions."
+    if has_sink_tokens:
+        return "Triton attention has no sinks with values."
     if not is_causal:
         return "Triton attention is causal."
     if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.attention.cache import LAYOUT_GROUPS, best_layout, describe_cache
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, SinkRows, paged_attention
 from headrace.kernels.reference.rows import LARGEST_STORED
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -68,12 +68,17 @@ class Case:
         for seq, length in enumerate(self.context_lens):
             blocks = self.tables[seq, : -(-length // block_size)].long()
             k, v = (cache[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length] for cache in (keys, values))
+            before = 0
+            if params.sink_tokens is not None:
+                own = (each.double().transpose(0, 1) for each in params.sink_tokens)
+                k, v = (torch.cat(pair, dim=1) for pair in zip(own, (k, v), strict=True))
+                before = len(params.sink_tokens.keys)
             k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
             start, end = self.span(seq)
             scores = torch.einsum("qhd,hkd->hqk", self.query_of(seq).double(), k) * params.scale
             if params.soft_cap is not None:
                 scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-            row, column = torch.arange(start, end)[:, None], torch.arange(length)
+            row, column = torch.arange(start, end)[:, None], torch.arange(-before, length)
             if params.grow_after is not None:
                 late = row.double().clamp(min=params.grow_after)
                 scores = scores * late.log() / math.log(params.grow_after)
@@ -88,7 +93,7 @@ class Case:
             if params.sinks is not None:
                 sinks = params.sinks.double()[:, None, None].expand(-1, end - start, 1)
                 scores = torch.cat([scores, sinks], dim=-1)
-            found.append(torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., :length], v))
+            found.append(torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., : before + length], v))
         return torch.cat(found)
 
 
@@ -186,6 +191,34 @@ def test_sinks_take_a_share_of_every_softmax(
     sinks = torch.tensor([-300.0, 300.0, -2.0, 0.0, 2.0, 9.0])[:num_heads]
     params = AttentionParams(0.125, sliding_window=window, sinks=sinks)
     assert (attend(ops, case, params) - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("count", [5, 128, 150])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_token_attends_to_sinks_with_values(
+    ops: CpuOps, other_ops: list[CpuOps], dtype: torch.dtype, count: int
+) -> None:
+    case = make_case(MIXED, (6, 2, 64), 16, dtype, dtype)
+    generator = torch.Generator().manual_seed(1)
+    sinks = SinkRows(*torch.randn((2, count, 2, 64), generator=generator))
+    params = AttentionParams(0.125, sink_tokens=sinks)
+    expected = case.expected(params, case.keys, case.values)
+    in_torch = paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    for found in (in_torch, *(attend(each, case, params) for each in (ops, *other_ops))):
+        assert (found.double() - expected).abs().max() < (4e-6 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("per", ["layer", "token"])
+def test_sinks_with_values_beside_a_quantised_cache(ops: CpuOps, per: str) -> None:
+    case = make_case(MIXED, (6, 2, 64), 16, torch.float32, torch.float32)
+    codes = [(each.nan_to_num() * 40).round().clamp(-127, 127).to(torch.int8) for each in (case.keys, case.values)]
+    rows = torch.full(codes[0].shape[:3], 1 / 40)
+    scales = CacheScales(1 / 40, 1 / 40) if per == "layer" else CacheScales(keys=rows, values=rows)
+    sinks = SinkRows(*torch.randn((2, 20, 2, 64), generator=torch.Generator().manual_seed(1)))
+    params = AttentionParams(0.125, sink_tokens=sinks)
+    expected = case.expected(params, *(each / 40 for each in codes))
+    found = attend(ops, replace(case, keys=codes[0], values=codes[1]), params, scales)
+    assert (found.double() - expected).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -342,12 +375,16 @@ def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
             assert torch.equal(torch.cat([part[:0], *found]), part)
 
 
-def test_a_lone_long_sequence_is_divided_and_stays_the_same(ops: CpuOps, other_ops: list[CpuOps]) -> None:
+@pytest.mark.parametrize("num_sinks", [0, 150])
+def test_a_lone_long_sequence_is_divided_and_stays_the_same(
+    ops: CpuOps, other_ops: list[CpuOps], num_sinks: int
+) -> None:
     case = make_case([(1, 3000)], (6, 2, 64), 16, torch.bfloat16, torch.bfloat16)
-    alone = attend(other_ops[0], case)
+    params = AttentionParams(0.125, sink_tokens=SinkRows(*torch.randn(2, num_sinks, 2, 64)) if num_sinks else None)
+    alone = attend(other_ops[0], case, params)
     for other in (ops, *other_ops[1:]):
         for _ in range(3):  # the counters of finished tiles are left ready for the next
-            assert torch.equal(attend(other, case), alone)
+            assert torch.equal(attend(other, case, params), alone)
 
 
 @pytest.mark.parametrize("cache_dtype", [*FLOAT_TYPES, *SCALED])

@@ -352,6 +352,8 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("k2_horizon", {"rope_head_dim": 18}, "rope_head_dim must be even, from 2 to head_dim 16, got 18"),
     ("k2_horizon", {"router_score_func": "relu"}, "router_score_func is 'relu'; it is softmax or sigmoid"),
     ("k2_horizon_mova", {"mova_num_experts_per_tok": 7}, "7 of 6 experts of values cannot be chosen for a token"),
+    ("pangu_pro", {"v_channels": 25}, "v_channels must be from 1 to 24, the dimensions of keys, got 25"),
+    ("pangu_pro", {"param_sink_number": 0}, "param_sink_number must be at least 1, got 0"),
     ("rnj1", {"layer_types": ["sliding_attention"] * 3}, "layer_types must list full_attention or chunked_attention"),
     ("rnj1", {"sliding_window": 1}, "sliding_window must be at least 2, two chunks of a token, got 1"),
     ("solar", {"bskcn_tv": [0.9]}, r"bskcn_tv must be two numbers from 0 to 1, .* got \[0.9\]"),

@@ -20,7 +20,16 @@ from lightning_twin import Ling
 from safetensors.torch import save_file
 from tiny_models import COMMON, TinyModel
 from torch import Tensor
-from written_parts import EarlyExpertsLayer, GatedFfn, GrokFfn, GroupedNorm, Scores, ValueAttention, randomise
+from written_parts import (
+    EarlyExpertsLayer,
+    GatedFfn,
+    GrokFfn,
+    GroupedNorm,
+    Scores,
+    SinkAttention,
+    ValueAttention,
+    randomise,
+)
 
 from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
 
@@ -523,6 +532,34 @@ def _add_norms_after_blocks(model: Any) -> None:
             )
 
 
+PANGU_PRO = {
+    "num_key_value_heads": 2, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
+PANGU_PRO_NAMES = {**PANGU_NAMES, "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
+NUM_SINKS = 150
+
+
+def _as_pangu_pro(model: Any) -> None:
+    """Gives a DeepSeek V3 of transformers the attention of openPangu Pro V2, and norms behind both blocks."""
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn = SinkAttention(model.config, turned=8, head_dim=24, value_dim=16, num_sinks=NUM_SINKS)
+        randomise(layer.self_attn, index)
+    _add_norms_after_blocks(model)
+
+
+def _pangu_pro(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "num_experts_per_tok",
+        "norm_topk_prob", "routed_scaling_factor",
+    )  # fmt: skip
+    return _plain(
+        config, **{name: config[name] for name in kept}, sandwich_norm=True, router_enable_expert_bias=True,
+        qk_rope_dim=8, qk_nope_dim=16, v_channels=16, param_sink_number=NUM_SINKS, param_sink_with_value=True,
+        num_mtp_layers=0, model_type="PanguProMoE", attention_dropout=0.0,
+    )  # fmt: skip
+
+
 def _pangu(config: dict[str, Any]) -> dict[str, Any]:
     kept = (
         "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "num_experts_per_tok",
@@ -855,7 +892,11 @@ PUBLISHED: dict[str, Published] = {
         _twin("DeepseekV3", q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
               moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1,
               num_experts_per_tok=3, first_k_dense_replace=1),
-        PANGU_NAMES, _pangu, _experts_apart, prepare=_add_norms_after_blocks,
+        PANGU_PRO_NAMES, _pangu, _experts_apart, prepare=_add_norms_after_blocks,
+    ),
+    "pangu_pro": Published(
+        "PanguProMoEV2ForCausalLM", _twin("DeepseekV3", **PANGU_PRO), PANGU_PRO_NAMES, _pangu_pro, _experts_apart,
+        prepare=_as_pangu_pro,
     ),
     "solar": Published(
         "SolarForCausalLM", _twin("Mistral", num_key_value_heads=2, num_hidden_layers=6, sliding_window=40), {},

@@ -140,6 +140,44 @@ class ValueAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2) * gates), None
 
 
+class SinkAttention(nn.Module):
+    """openPangu Pro V2's attention: sinks before the tokens, and the first dimensions rotated as neighbouring pairs."""
+
+    def __init__(self, config: Any, turned: int, head_dim: int, value_dim: int, num_sinks: int) -> None:
+        super().__init__()
+        heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * value_dim)
+        self.qkv_proj, self.o_proj = (
+            nn.Linear(hidden, sum(self.sizes), bias=False), nn.Linear(heads * value_dim, hidden, bias=False)
+        )  # fmt: skip
+        self.k_layernorm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.param_sink_key = nn.Parameter(torch.empty(num_sinks, kv_heads, head_dim))
+        self.param_sink_value = nn.Parameter(torch.empty(num_sinks, kv_heads, value_dim))
+        self.turned, self.head_dim, self.value_dim = turned, head_dim, value_dim
+        self.theta = config.rope_parameters["rope_theta"]
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x [1, tokens, heads, head_dim]"""
+        angles = torch.arange(x.shape[1])[:, None] / self.theta ** (torch.arange(0, self.turned, 2) / self.turned)
+        pairs = torch.view_as_complex(x[..., : self.turned].unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+        return torch.cat([turned, x[..., self.turned :]], dim=-1)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        parts = self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
+        query, key = (each.unflatten(-1, (-1, self.head_dim)) for each in parts[:2])
+        query, key = self.rotated(query), self.rotated(self.k_layernorm(key))
+        value, count = parts[2].unflatten(-1, (-1, self.value_dim)), query.shape[1]
+        key = torch.cat([self.k_layernorm(self.param_sink_key)[None], key], dim=1)
+        value = torch.cat([self.param_sink_value[None], value], dim=1)
+        sinks = key.shape[1] - count
+        visible = torch.arange(-sinks, count) <= torch.arange(count)[:, None]
+        attended = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in (query, key, value)), attn_mask=visible, enable_gqa=True
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), None
+
+
 class EarlyExpertsLayer(nn.Module):
     """Arctic's layer, with the parts of a layer of Mixtral: experts of its input beside the others."""
 

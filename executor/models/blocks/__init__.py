@@ -182,6 +182,32 @@ class DistanceBias(Declared):
 
 
 @dataclass(frozen=True)
+class SinkTokens(Declared):
+    """Keys and values of the model's own, which every token attends to besides those of its context. Keys are normed,
+    and not rotated."""
+
+    eager_reader = program_reader = "headrace.executor.models.reading:CheckedWeights.sink_tokens"
+
+    keys: str
+    """A complete name, [count, heads, head_dim]."""
+    values: str
+    """A complete name, [count, heads, value_dim]; empty: they are 0."""
+    count: int
+    heads: Axis
+    head_dim: int
+    value_dim: int
+    norm: Norm | None
+    """Of each head's key."""
+    pairs: int = 0
+    """How many of a key's first dimensions are in the order of interleaved pairs (`RopeSpec.interleaved`)."""
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(self.keys, (self.count, self.heads.size, self.head_dim), "bias")
+        if self.values:
+            yield Weight(self.values, (self.count, self.heads.size, self.value_dim), "bias")
+
+
+@dataclass(frozen=True)
 class Attend(Declared):
     """Attention over the paged cache, with the norms and rotation of queries and keys before it.
 
@@ -205,6 +231,7 @@ class Attend(Declared):
     value_norm: Norm | None = None
     sinks: Vector | None = None
     """Attention sinks: one score per head that takes part in the softmax and has no value."""
+    sink_tokens: SinkTokens | None = None
     alibi: tuple[float, ...] = ()
     """ALiBi slope of each head, by which a score falls per token of distance (Press et al. 2022); empty: no ALiBi."""
     alibi_root: bool = False
@@ -232,7 +259,8 @@ class Attend(Declared):
     """Whether later ops read the results of all tokens even in the last layer."""
 
     def weights(self) -> Iterator[Weight]:
-        for each in (self.query_norm, self.key_norm, self.value_norm, self.sinks, self.distance_bias):
+        own = self.sinks, self.sink_tokens, self.distance_bias
+        for each in (self.query_norm, self.key_norm, self.value_norm, *own):
             if each is not None:
                 yield from each.weights()
 

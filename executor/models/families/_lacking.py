@@ -21,7 +21,6 @@ _LACKING = {
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "NemotronHPuzzleForCausalLM": "layers of different shapes",
-    "PanguProMoEV2ForCausalLM": _REMOTE,
     "Plamo2ForCausalLM": _REMOTE,
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,

@@ -163,28 +163,30 @@ _COMPUTED = """
     n_shared_experts name new_decoder_architecture no_bias no_rope_layer_interval no_rope_layers norm_bias norm_eps
     norm_epsilon norm_expert_weight norm_first norm_topk_prob num_attention_groups num_dense_layers num_experts
     num_experts_per_tok num_hash_layers num_key_value_heads_per_layer num_kv_shared_layers num_layers_per_stack
-    num_ln_in_parallel_attn num_local_experts num_mem_blocks num_shared_experts num_sliding_attention_heads o_groups
-    o_lora_rank original_max_position_embeddings original_rope output_mult output_multiplier output_multiplier_scale
-    padded_vocab_size parallel_attn parallel_attn_mlp_res partial_rotary_factor partial_rotary_factors per_layer_config
-    position_embedding_type post_norm_eps prefix_dense_intermediate_size prefix_dense_sliding_window_pattern prefix_lm
-    projectors_bias q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm qk_rope_head_dim qk_scale_factor qkv_bias
-    quantization query_key_norm query_pre_attn_scalar residual_moe residual_multiplier rms_norm_eps rope_head_dim
-    rope_interleave rope_local_base_freq rope_local_theta rope_parameters rope_ratio rope_scaling rope_theta rotary
-    rotary_dim rotary_emb_base routed_scaling_factor router_bias router_enable_expert_bias router_logit_softcapping
-    router_scaling_factor router_score_func sandwich_norm scale_attn_by_inverse_layer_idx scale_depth scale_emb
-    scale_embedding scoring_func seq_length share_expert_dim share_expert_dims shared_expert_combination_strategy
-    shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size short_factor short_mscale
-    sliding_window sliding_window_pattern sliding_window_size softmax_scale sparse_attention_freq sparse_block_size
-    sparse_config sparse_index_dim sparse_local_block sparse_num_index_heads sparse_topk_blocks ssm_in_multiplier
-    ssm_multipliers ssm_out_multiplier ssm_state_size state_size swa_head_dim swa_kv_lora_rank swa_num_attention_heads
-    swa_num_key_value_heads swa_q_lora_rank swa_qk_nope_head_dim swa_qk_rope_head_dim swa_rope_theta swa_v_head_dim
-    swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared text_config tie_embedding tie_word_embeddings
-    tied_embeddings time_step_limit time_step_min time_step_rank top_k_experts topk_group topk_method true_head_dim
-    truncate type use_alibi use_attention_gate use_bias use_biases use_bidirectional_attention use_conv_bias
-    use_double_wide_mlp use_dsa use_expert_bias use_head_wise_attn_gate use_linear_silu use_mem_rope use_mup
-    use_parallel_residual use_post_norm use_qk_norm use_qkv_bias use_residual use_sandwich_norm
-    use_shared_attention_adapter use_sliding_window v_head_dim v_low_rank_dim value_dim value_heads_in_turn vocab_size
-    vocab_size_per_layer_input window_size word_embed_proj_dim yarn yarn_only_types zero_expert_num
+    num_ln_in_parallel_attn num_local_experts num_mem_blocks num_mtp_layers num_shared_experts
+    num_sliding_attention_heads o_groups o_lora_rank original_max_position_embeddings original_rope output_mult
+    output_multiplier output_multiplier_scale padded_vocab_size parallel_attn parallel_attn_mlp_res param_sink_number
+    param_sink_with_value partial_rotary_factor partial_rotary_factors per_layer_config position_embedding_type
+    post_norm_eps prefix_dense_intermediate_size prefix_dense_sliding_window_pattern prefix_lm projectors_bias
+    q_lora_rank qk_layernorm qk_ln qk_nope_dim qk_nope_head_dim qk_norm qk_rope_dim qk_rope_head_dim qk_scale_factor
+    qkv_bias quantization query_key_norm query_pre_attn_scalar residual_moe residual_multiplier rms_norm_eps
+    rope_head_dim rope_interleave rope_local_base_freq rope_local_theta rope_parameters rope_ratio rope_scaling
+    rope_theta rotary rotary_dim rotary_emb_base routed_scaling_factor router_bias router_enable_expert_bias
+    router_logit_softcapping router_scaling_factor router_score_func sandwich_norm scale_attn_by_inverse_layer_idx
+    scale_depth scale_emb scale_embedding scoring_func seq_length share_expert_dim share_expert_dims
+    shared_expert_combination_strategy shared_expert_intermediate_size shared_experts_intermediate_size
+    shared_intermediate_size short_factor short_mscale sliding_window sliding_window_pattern sliding_window_size
+    softmax_scale sparse_attention_freq sparse_block_size sparse_config sparse_index_dim sparse_local_block
+    sparse_num_index_heads sparse_topk_blocks ssm_in_multiplier ssm_multipliers ssm_out_multiplier ssm_state_size
+    state_size swa_head_dim swa_kv_lora_rank swa_num_attention_heads swa_num_key_value_heads swa_q_lora_rank
+    swa_qk_nope_head_dim swa_qk_rope_head_dim swa_rope_theta swa_v_head_dim swiglu_alpha swiglu_limit swiglu_limits
+    swiglu_limits_shared text_config tie_embedding tie_word_embeddings tied_embeddings time_step_limit time_step_min
+    time_step_rank top_k_experts topk_group topk_method true_head_dim truncate type use_alibi use_attention_gate
+    use_bias use_biases use_bidirectional_attention use_conv_bias use_double_wide_mlp use_dsa use_expert_bias
+    use_head_wise_attn_gate use_linear_silu use_mem_rope use_mup use_parallel_residual use_post_norm use_qk_norm
+    use_qkv_bias use_residual use_sandwich_norm use_shared_attention_adapter use_sliding_window v_channels v_head_dim
+    v_low_rank_dim value_dim value_heads_in_turn vocab_size vocab_size_per_layer_input window_size word_embed_proj_dim
+    yarn yarn_only_types zero_expert_num
 """
 COMPUTED = frozenset(_COMPUTED.split())
 """Keys with which some family computes: where another does not read one, its value must be none of effect."""

@@ -66,6 +66,8 @@ class AttentionArgs(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("output_stride", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("sink_keys", ctypes.c_void_p),
+        ("sink_values", ctypes.c_void_p),
         ("alibi", ctypes.c_void_p),
         ("distance_bias", ctypes.c_void_p),
         ("bias_stride", ctypes.c_int64),
@@ -82,6 +84,7 @@ class AttentionArgs(ctypes.Structure):
         ("alibi_root", ctypes.c_int32),
         ("chunk", ctypes.c_int32),
         ("chunks_before", ctypes.c_int32),
+        ("num_sinks", ctypes.c_int32),
         ("grow_after", ctypes.c_int32),
         ("never_skipped", ctypes.c_void_p),
     )

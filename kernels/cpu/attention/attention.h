@@ -40,6 +40,10 @@ struct AttentionArgs {
   void* output;       // [num_tokens, output_stride]: num_heads heads of value_dim
   int64_t output_stride;
   const float* sinks;  // [num_heads]: attention sinks, the score of an extra key whose value is 0; or null
+  // [num_sinks, cache.num_kv_heads, head_dim]: keys and values that every token sees before those of its context, as
+  // they are multiplied; or null
+  const float* sink_keys;
+  const float* sink_values;
   const float* alibi;  // [num_heads]: ALiBi slopes: a score loses slope * distance of key and query; or null
   // [num_heads, bias_stride], or null: the element at bias_stride / 2 + (key position - query position) is added to a
   // score. Up to kBiasPadding elements beyond those of the largest distances are read.
@@ -60,6 +64,7 @@ struct AttentionArgs {
   // Tokens of a chunk: a token attends to its own and to this many chunks before it, in the place of a window; 0: none.
   int32_t chunk;
   int32_t chunks_before;
+  int32_t num_sinks;  // rows of sink_keys
   int32_t grow_after;  // the scores of tokens at later positions grow (see growth_of); 0: none do
   // Slots of adapters, or null: sequences with an adapter in them are not skipped, however many tokens they compute.
   const struct Delta* const* never_skipped;

@@ -190,6 +190,7 @@ class Worker {
     if (split || unit.tile == item.first_tile) {
       prepare(item, !split || unit.tile == item.end_tile - 1);
       reset(rows);
+      if (!split) join_sinks(item);
     }
     compute_tile(item, !split);
     if (split ? leave_partial(unit, rows) : unit.tile == item.end_tile - 1) write_output(item);
@@ -271,6 +272,49 @@ class Worker {
                   joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
+  // Merges the softmax over the sinks' keys and values into the item's states and output, before any tile.
+  void join_sinks(const Item& item) {
+    const int rows = item.tokens * shape_.group;
+    const bool scaled = is_scaled(cache_.type) && cache_.value_scales == nullptr;
+    const float value_factor = scaled ? 1.0f / scale_of_head(cache_, false, item.kv_head) : 1.0f;
+    const ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr};
+    Fetch none;
+    for (int first = 0; first < args_.num_sinks; first += kTileKeys) {
+      const int count = std::min(kTileKeys, args_.num_sinks - first);
+      const int groups = round_up_to(count, kGroupKeys) / kGroupKeys;
+      for (int group = 0; group < groups; ++group) {
+        T* const made = scratch_.made + group * group_size();
+        scratch_.groups[group] = made;
+        group_keys(sink_rows(item, args_.sink_keys, first + group * kGroupKeys, 1.0f), shape_.padded, made);
+      }
+      score_product(scratch_.queries, shape_.padded, rows, scratch_.groups, groups, shape_.padded / kPairs<T>,
+                    scratch_.scores, none);
+      const Sight sight(0, count);
+      for (int row = 0; row < rows; ++row) {
+        float* const scores = scratch_.scores + row * kTileKeys;
+        const float largest = scratch_.tile_states.largest[row] = score_row(scores, sight, rule);
+        scratch_.tile_states.sums[row] = weigh_row(scores, round_up_to(count, kWeightKeys), sight, rule, largest,
+                                                   scratch_.weights + row * kTileKeys);
+      }
+      merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
+      for (int group = 0; group < groups; ++group)
+        group_values(sink_rows(item, args_.sink_values, first + group * kGroupKeys, value_factor), shape_.padded,
+                     shape_.values, scratch_.made + group * group_size());
+      value_product(scratch_.weights, rows, scratch_.groups, groups, shape_.values, scratch_.output,
+                    Factors{scratch_.keep, scratch_.take}, none);
+    }
+  }
+
+  // A group of the sinks' rows times a factor, [kGroupKeys, padded], with zeros beyond the last.
+  const T* sink_rows(const Item& item, const float* from, int first, float factor) {
+    const int count = std::min(kGroupKeys, args_.num_sinks - first);
+    std::fill_n(scratch_.rows, group_size(), T{});
+    for (int row = 0; row < count; ++row)
+      convert_row(from + (int64_t{first + row} * cache_.num_kv_heads + item.kv_head) * cache_.head_dim, DType::kF32,
+                  cache_.head_dim, factor, scratch_.rows + row * shape_.padded, type_of(scratch_.rows));
+    return scratch_.rows;
+  }
+
   // Stores a tile's result in the partials. The thread that finishes the last tile of the item merges all in order, and
   // gets true.
   bool leave_partial(const Unit& unit, int rows) {
@@ -284,6 +328,7 @@ class Worker {
     }
     if (__atomic_add_fetch(unit.finished, 1, __ATOMIC_ACQ_REL) != static_cast<uint32_t>(tiles)) return false;
     __atomic_store_n(unit.finished, 0u, __ATOMIC_RELAXED);  // for the next op, which runs after a barrier
+    join_sinks(unit.item);
     const float* from = unit.partials;
     for (int tile = 0; tile < tiles; ++tile, from += rows * stride) {
       for (int row = 0; row < rows; ++row) {

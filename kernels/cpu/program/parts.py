@@ -13,7 +13,7 @@ from headrace.kernels.cpu.attention.args import RotaryArgs
 from headrace.kernels.cpu.attention.cache import best_layout, describe_cache
 from headrace.kernels.cpu.linear.linear import DTYPES
 from headrace.kernels.cpu.runtime.pointers import pointer
-from headrace.kernels.reference.attention import CacheScales
+from headrace.kernels.reference.attention import CacheScales, SinkRows
 
 FEW_ROWS = 16
 """Steps of at most this many tokens use the list of ops in which each thread norms every row itself."""
@@ -143,6 +143,8 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     """[num_heads] float32: attention sinks, the score of an extra key whose value is 0."""
+    sink_tokens: SinkRows | None = None
+    """Of `AttentionParams.sink_tokens`."""
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
     alibi_root: bool = False

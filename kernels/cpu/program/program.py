@@ -465,9 +465,17 @@ class Builder:
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
         check_vector(layer.sinks, layer.num_heads, "attention's sinks")
         check_vector(layer.alibi, layer.num_heads, "attention's slopes")
+        if layer.sink_tokens is not None:
+            kept = layer.cache.keys
+            for each in layer.sink_tokens:
+                given = each.dtype, tuple(each.shape[1:]), each.is_contiguous()
+                require_same(given, (torch.float32, (kept.shape[1], kept.shape[3]), True), "sinks", "the cache's heads")
         args = AttentionArgs(
             source=rotary_args(qkv, layer),
             sinks=address_of(layer.sinks),
+            sink_keys=None if layer.sink_tokens is None else pointer(layer.sink_tokens.keys),
+            sink_values=None if layer.sink_tokens is None else pointer(layer.sink_tokens.values),
+            num_sinks=0 if layer.sink_tokens is None else len(layer.sink_tokens.keys),
             alibi=address_of(layer.alibi),
             alibi_root=layer.alibi_root,
             chunk=layer.chunk_size or 0,
