@@ -22,6 +22,7 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "support" / "published_configs.json").read_text(encoding="utf-8")
 )
 NOT_SAVED = {
+    "Grok-2": "its model_type is that of another model, of images",
     "Mistral-Small-3.1": "transformers' class says that the head is tied",
     "nomic-embed-text-v1.5": "transformers' class has the context that it was trained with",
     "nomic-embed-text-v2-moe": "transformers' class has no experts",
