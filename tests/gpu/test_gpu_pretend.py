@@ -34,7 +34,8 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         tiny_models.save(name, folder / name)
     for name in pretend_cases.RECURRENT_MODELS:
         save_recurrent(folder, name)
-    published_models.save(pretend_cases.LING_LINEAR, folder / pretend_cases.LING_LINEAR)
+    for name in pretend_cases.PUBLISHED_MODELS:
+        published_models.save(name, folder / name)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)
     tiny_models.save("llama", folder / "llama_short_other", seed=3, num_hidden_layers=1)

@@ -23,6 +23,7 @@ RECURRENT_MODELS = {"lfm2": 22, "mamba2": 8, "falcon_h1": 80, "qwen3_5": 60}
 """Those of `tiny_recurrent`, with the blocks of little more than two rows' states and one row's tokens."""
 """The models of `tiny_models` that need different work of the device."""
 LING_LINEAR = "bailing_moe_v2_5"
+PUBLISHED_MODELS = (LING_LINEAR, "arctic", "k2_horizon_dense")
 """Of `published_models`."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
@@ -142,6 +143,14 @@ def long_case_tokens_of_all_models_whose_rows_have_states(folder: Path) -> None:
 
 def long_case_tokens_of_lightning_attention_whose_heads_are_normed_and_rotated(folder: Path) -> None:
     tokens_of(folder / LING_LINEAR)
+
+
+def long_case_tokens_of_norms_of_groups(folder: Path) -> None:
+    tokens_of(folder / "k2_horizon_dense")
+
+
+def long_case_tokens_of_experts_of_the_layers_input(folder: Path) -> None:
+    tokens_of(folder / "arctic")
 
 
 def case_everything_that_follows_logits(folder: Path) -> None:
