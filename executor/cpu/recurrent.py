@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SoftCap
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, Joined, OutputGate, SoftCap
 from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
@@ -182,6 +182,21 @@ class CpuSoftCap:
     def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
         ops.builder.soft_cap(x, self.cap)
         return x
+
+
+@dataclass(frozen=True)
+class CpuJoined:
+    """`Joined`."""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Joined, prefix: str) -> CpuJoined:
+        return cls()
+
+    def write(self, ops: ProgramOps, x: Buffer, y: Buffer) -> Buffer:
+        out = ops.room(x.columns + y.columns, x.tensor.dtype)
+        ops.builder.copy(x, out.part(0, x.columns))
+        ops.builder.copy(y, out.part(x.columns, y.columns))
+        return out
 
 
 @dataclass(frozen=True)

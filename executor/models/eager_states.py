@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
 from headrace.executor.models.blocks.gated_lru import Lru
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, OutputGate, SoftCap, SparseGate
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, Joined, OutputGate, SoftCap, SparseGate
 from headrace.executor.models.blocks.linear_attention import LinearAttention, PreparedHeads
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -135,6 +135,16 @@ class EagerSoftCap:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.tanh(x.float() / self._cap) * self._cap
+
+
+class EagerJoined:
+    """`Joined`."""
+
+    def __init__(self, weights: EagerWeights, declared: Joined, prefix: str) -> None:
+        pass
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), dim=-1)
 
 
 class EagerSparseGate:

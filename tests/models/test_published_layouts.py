@@ -103,7 +103,7 @@ def test_logits_that_are_scaled_or_capped_give_the_probabilities_of_the_same_mod
             assert given.logprob == pytest.approx(expected[position, token].item(), abs=1e-4)
 
 
-OWN_OPS = ("arctic", "grok_1", "grok_2", "k2_horizon_dense", "pangu_pro", "rnj1", "solar", "step1")
+OWN_OPS = ("arctic", "grok_1", "grok_2", "k2_horizon_dense", "pangu_pro", "rnj1", "solar", "step1", "step3")
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 
 

@@ -37,6 +37,7 @@ MODELS: dict[str, TinyModel | str] = {
     "experts of the input": "arctic",
     "norms of groups": "k2_horizon_dense",
     "sinks with values": "pangu_pro",
+    "factorised queries": "step3",
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

@@ -250,6 +250,55 @@ STEP_NAMES = {
     "mlp.shared_experts": "share_expert",
     "mlp.experts.down_proj": "moe.down_proj.weight",
 }  # fmt: skip
+FACTORS = {
+    "q_proj.0": "q_proj", "q_proj.1": "inter_norm", "q_proj.2": "wq", "mlp.gate.": "moe.gate.",
+    "mlp.shared_expert.": "share_expert.", "mlp.experts.down_proj": "moe.down_proj.weight",
+}  # fmt: skip
+SHARE_Q_DIM = 24
+STEP_3_MEDIA = (
+    "vision_model.transformer.resblocks.0.mlp.c_fc",
+    "vit_downsampler",
+    "vit_downsampler2",
+    "vit_large_projector",
+)
+
+
+def _factorise(model: Any) -> None:
+    """Queries through a vector of few columns, which is normed."""
+    _halve_gates(model)
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        whole = layer.self_attn.q_proj
+        norm = type(layer.input_layernorm)(SHARE_Q_DIM, model.config.rms_norm_eps)
+        down, up = (torch.nn.Linear(*sizes, bias=False) for sizes in (
+            (whole.in_features, SHARE_Q_DIM), (SHARE_Q_DIM, whole.out_features)))  # fmt: skip
+        for parameter, mean in ((down.weight, 0.0), (up.weight, 0.0), (norm.weight, 1.0)):
+            parameter.data.normal_(mean, 0.3, generator=generator)
+        layer.self_attn.q_proj = torch.nn.Sequential(down, norm, up)
+
+
+def _step_3(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    own = {
+        "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "max_seq_len": "max_position_embeddings",
+        "share_expert_dim": "shared_expert_intermediate_size", "norm_expert_weight": "norm_topk_prob",
+        "max_position_embedding": "max_position_embeddings", "num_attention_groups": "num_key_value_heads",
+    }  # fmt: skip
+    found = _plain(config, share_q_dim=SHARE_Q_DIM, head_dim=config["head_dim"], moe_intermediate_size=32)
+    found |= {name: config[theirs] for name, theirs in own.items()}
+    for name in ("max_position_embeddings", "num_key_value_heads", "hidden_act"):
+        del found[name]
+    sparse = set(range(config["num_hidden_layers"])) - set(config["mlp_only_layers"])
+    return found | {"moe_layers_enum": ",".join(map(str, sorted(sparse))), "model_type": "step3_text"} | more
+
+
+def _of_step_3(state: State) -> State:
+    halved = {
+        name: tensor / 2 if name.endswith("shared_expert.down_proj.weight") else tensor
+        for name, tensor in state.items() if ".shared_expert_gate." not in name
+    }  # fmt: skip
+    return _of_step(halved)
+
+
 SHARED = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     "qkv_bias": False, "use_sliding_window": False,
@@ -831,6 +880,27 @@ PUBLISHED: dict[str, Published] = {
     "step3p5": Published(
         "Step3p5ForCausalLM", TinyModel("Step3p7ForConditionalGeneration", "Step3p7Config", STEP, 0.2), STEP_NAMES,
         _step, _of_step,
+    ),
+    "step3": Published(
+        "Step3TextForCausalLM",
+        _twin("Qwen2Moe", **SHARED, num_key_value_heads=1, head_dim=16, num_hidden_layers=3, norm_topk_prob=False,
+              mlp_only_layers=[0], rms_norm_eps=1e-5),
+        FACTORS, _step_3, _of_step_3, prepare=_factorise,
+    ),
+    "step3_vl": Published(
+        "Step3VLForConditionalGeneration",
+        _twin("Qwen2Moe", **SHARED, num_key_value_heads=1, head_dim=16, num_hidden_layers=2, norm_topk_prob=True,
+              mlp_only_layers=[1], rms_norm_eps=1e-5, rope_parameters={
+                  "rope_type": "llama3", "rope_theta": 5e5, "factor": 2.0, "low_freq_factor": 1.0,
+                  "high_freq_factor": 32.0, "original_max_position_embeddings": 64}),
+        FACTORS,
+        lambda config: {
+            "text_config": _step_3(config, rope_scaling=dict(config["rope_parameters"])), "model_type": "step3_vl",
+            "image_token_id": 128001, "understand_projector_stride": 2, "projector_bias": False,
+            "vision_config": {"num_hidden_layers": 63},
+        },
+        lambda state: _of_step_3(state) | {f"{name}.weight": torch.ones(8) for name in STEP_3_MEDIA},
+        prepare=_factorise,
     ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "deepseek": Published(

@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
-from headrace.executor.models.blocks.gated_norm import OutputGate
+from headrace.executor.models.blocks.gated_norm import Joined, OutputGate
 from headrace.ipc.failure import ModelError
 
 QueryGrowth = tuple[int, float, int] | None
@@ -226,3 +226,37 @@ class Attention(Mixer):
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorisedAttention(Attention):
+    """Attention whose queries are computed through a vector of fewer columns, which is normed (multi-matrix
+    factorisation: Hu et al. 2024)."""
+
+    query_rank: int
+    """Columns of that vector."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names, found = spec.names, dict(super().declare(spec))
+        qkv = found.pop("qkv")
+        assert isinstance(qkv, Linear)
+        (_, queries), *keys_and_values = qkv.matrices
+        found["keys_and_values"] = replace(qkv, matrices=tuple(keys_and_values))
+        found["query_down"] = Linear(((names.query_down, self.query_rank),), spec.hidden_size)
+        found["query_norm"] = Norm.of(spec, names.query_down_norm, self.query_rank)
+        found["query"] = Linear(((names.query_up, queries),), self.query_rank)
+        found["joined"] = Joined()
+        return found
+
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
+        queries = ops.linear(held["query"], ops.norm(held["query_norm"], ops.linear(held["query_down"], x)))
+        qkv = ops.compute(held["joined"], queries, ops.linear(held["keys_and_values"], x))
+        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
+
+    def values_per_token(self, tp_size: int) -> int:
+        return super().values_per_token(tp_size) + self.query_rank
+
+    def problem(self) -> str:
+        if self.query_rank < 1:
+            return f"query_rank must be at least 1, got {self.query_rank}"
+        return super().problem()

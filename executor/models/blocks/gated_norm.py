@@ -1,5 +1,5 @@
 """Gates: products with activated values of the same columns, after a norm of groups of columns or without one; and
-sums, caps, and gates of which few columns are not zero."""
+sums, caps, joined columns, and gates of which few columns are not zero."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ class SoftCap(WithoutWeights, Declared):
     program_reader = "headrace.executor.cpu.recurrent:CpuSoftCap.read"
 
     cap: float
+
+
+@dataclass(frozen=True)
+class Joined(WithoutWeights, Declared):
+    """compute(x, y): the columns of x, then those of y."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerJoined"
+    program_reader = "headrace.executor.cpu.recurrent:CpuJoined.read"
 
 
 @dataclass(frozen=True)

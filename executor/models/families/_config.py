@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -398,6 +398,17 @@ def layer_configs(config: Config, count: int, *keys: str) -> list[Config]:
             raise ModelError(f"the config's per_layer_config has {said} at {name!r:.80}; known: {', '.join(keys)}")
         found[int(name)] = config | dict(own)
     return found
+
+
+def listed_layers(config: Config, key: str, default: Iterable[int]) -> frozenset[int]:
+    """Indices of layers, which the field has as a list or as text between commas. Raises ModelError."""
+    listed = config.get(key)
+    if listed is None:
+        return frozenset(default)
+    parts = listed.split(",") if isinstance(listed, str) else listed
+    if not isinstance(parts, list) or not all(str(each).strip().isdecimal() for each in parts if str(each).strip()):
+        raise ModelError(f"the config's {key} must be a list of layers, got {listed!r:.80}")
+    return frozenset(int(each) for each in parts if str(each).strip())
 
 
 def text_part(config: Config) -> Config:

@@ -25,7 +25,6 @@ _LACKING = {
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,
     "RwkvForCausalLM": "RWKV 4's recurrence",
-    "Step3TextForCausalLM": f"attention of factorised matrices, and {_REMOTE}",
     "ZambaForCausalLM": "one layer of attention, of twice the hidden size, that several layers of Mamba share",
     "ZayaForCausalLM": "convolutions of queries and keys, experts that an FFN chooses, and scaled residuals",
     "xLSTMForCausalLM": "matrices as memories with exponential gates",

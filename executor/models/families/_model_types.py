@@ -167,6 +167,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "solar_open": "SolarOpenForCausalLM",
         "stablelm": "StableLmForCausalLM",
         "step1": "Step1ForCausalLM",
+        "step3_text": "Step3TextForCausalLM",
+        "step3_vl": "Step3VLForConditionalGeneration",
         "step3p5": "Step3p5ForCausalLM",
         "step3p7": "Step3p7ForConditionalGeneration",
         "starcoder2": "Starcoder2ForCausalLM",

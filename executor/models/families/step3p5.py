@@ -18,6 +18,7 @@ from headrace.executor.models.families._config import (
     integer,
     layer_configs,
     layer_types,
+    listed_layers,
     llama_like,
     number,
     optional_integer,
@@ -118,17 +119,12 @@ def _of_layer(config: Config, key: str, index: int, default: float) -> float:
 
 def _sparse_layers(config: Config, count: int) -> list[bool]:
     """Whether each layer has experts. Raises ModelError."""
-    given, listed = config.get("mlp_layer_types"), config.get("moe_layers_enum")
+    given = config.get("mlp_layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) < count or set(map(str, given)) - {"dense", "sparse"}:
             raise ModelError(f"the config's mlp_layer_types must list dense or sparse per layer, got {given!r:.80}")
         return [each == "sparse" for each in given[:count]]
-    if listed is None:
-        return [index >= 3 for index in range(count)]
-    parts = listed.split(",") if isinstance(listed, str) else listed
-    if not isinstance(parts, list) or not all(str(each).strip().isdecimal() for each in parts if str(each).strip()):
-        raise ModelError(f"the config's moe_layers_enum must be a list of layers, got {listed!r:.80}")
-    found = {int(each) for each in parts if str(each).strip()}
+    found = listed_layers(config, "moe_layers_enum", range(3, count))
     return [index in found for index in range(count)]
 
 
