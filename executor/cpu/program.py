@@ -292,6 +292,11 @@ class ProgramOps:
     def columns(self, x: Buffer, first: int, count: int) -> Buffer:
         return x.part(first, count)
 
+    def partial(self, contribution: Contribution) -> Buffer:
+        out = self.room(_columns_of(contribution), torch.float32)
+        self._write([contribution], out)
+        return out
+
     def total(self, contributions: Sequence[Contribution]) -> Buffer:
         if self.ranks is None and isinstance(contributions[0], Buffer):
             return contributions[0]

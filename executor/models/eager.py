@@ -598,6 +598,10 @@ class EagerOps:
     def gathered(self, x: Tensor) -> Tensor:
         return self._place.all_gather(x)
 
+    def partial(self, contribution: Any) -> Tensor:
+        found: Tensor = contribution
+        return found
+
     def total(self, contributions: Sequence[Any]) -> Tensor:
         total: Tensor = contributions[0]
         for each in contributions[1:]:

@@ -48,7 +48,7 @@ OF_NO_EFFECT: dict[str, set[str]] = {
     "deepseek2": {"attention.key_length"},  # of the compressed key; the heads' stand in another
     "granitehybrid": ROTATION,  # there is none, but in Bamba
     "granitehybrid, dense": {"expert_used_count"},  # there are no experts
-    "nemotron_h": {"expert_shared_feed_forward_length", *ROTATION, *OF_PREDICTION},  # likewise
+    "nemotron_h": {"expert_shared_feed_forward_length", "moe_latent_size", *ROTATION, *OF_PREDICTION},  # likewise
     "nemotron_h_moe": {"expert_shared_count", *ROTATION, *OF_PREDICTION},  # whose size together has a key of its own
     "jamba": ROTATION,  # there is none
     "glm-dsa": {"attention.key_length"},

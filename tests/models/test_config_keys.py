@@ -86,7 +86,10 @@ OF_NO_EFFECT = {
     },
     "mamba": {"expand"},  # intermediate_size has it
     "falcon_mamba": {"expand"},
-    "nemotron_h": {"time_step_limit", "n_shared_experts"},  # whose size together has a key of its own
+    # Whose size together has a key of its own.
+    "nemotron_h": {"time_step_limit", "n_shared_experts"},
+    "nemotron_h_latent": {"time_step_limit", "n_shared_experts"},
+    "nemotron_h_puzzle": {"n_shared_experts"},
     "falcon_h1": {"time_step_limit", "mamba_norm_before_gate"},  # there is no norm
     "falcon_h1_normed": {"time_step_limit"},
     "gemma4_dense": {"use_double_wide_mlp"},  # no layer reads the cache of another
@@ -337,6 +340,14 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
         {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["model.layers.0.self_attn.qkv_proj"]}},
         "ignored_layers names qkv_proj; its rows are known in fp8, or with no matrix in fp8",
     ),
+    ("nemotron_h_puzzle", {"block_configs": None}, "block_configs must be a list of blocks, got None"),
+    ("nemotron_h_puzzle", {"block_configs": [{"block_type": "ffn"}]}, "has block_type 'ffn'; known: mamba, attention"),
+    (
+        "nemotron_h_puzzle",
+        {"block_configs": [{"block_type": "mlp", "mlp_bias": True}]},
+        r"block_configs\[0\], of block_type mlp, has mlp_bias; known: intermediate_size",
+    ),
+    ("nemotron_h_puzzle", {"hybrid_override_pattern": "ME*-EM"}, "hybrid_override_pattern .*contradict each other"),
     ("codegen", {"n_head": 2}, "n_head is 2; a multiple of 4 can be read"),
     ("solar", {"bskcn_2": [True]}, r"bskcn_2 must be a list of layers, counted from 0, got \[True\]"),
     ("solar", {"bskcn_1": [5]}, "bskcn_3 has layer 4, which needs an equal or smaller one in its bskcn_1"),

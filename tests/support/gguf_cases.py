@@ -218,6 +218,9 @@ CASES: dict[str, Source] = {
     ),
     "nemotron_h": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "mlp", "attention", "mlp", "mamba"]),
     "nemotron_h_moe": recurrent("nemotron_h", **LONG, layers_block_type=["mamba", "moe", "attention", "moe"]),
+    "nemotron_h_moe, latent": recurrent(
+        "nemotron_h_latent", **LONG, layers_block_type=["mamba", "moe", "attention", "moe"]
+    ),
     "jamba": recurrent("jamba"),
     "kimi-linear": recurrent("kimi_linear"),
     "lfm2": recurrent("lfm2"),

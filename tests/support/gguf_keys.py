@@ -264,6 +264,8 @@ def _nemotron_h_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["moe_latent_size"] is not None:
+        writer.add_moe_latent_size(config["moe_latent_size"])
 
 
 def _jamba(writer: gguf.GGUFWriter, config: Config) -> None:

@@ -815,6 +815,74 @@ def _of_ling(state: State) -> State:
     return _experts_apart(_fused("attention.query_key_value", 1)(state))
 
 
+PUZZLE = {
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "head_dim": 16,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe", "mamba", "attention"], "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 24, "routed_scaling_factor": 1.5, "num_key_value_heads": 2,
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {name: PUZZLE[name] for name in (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+    "moe_latent_size")}  # fmt: skip
+BLOCKS: list[dict[str, Any]] = [
+    {"block_type": "mamba", "ssm_state_size": 16},
+    {"block_type": "moe", **MIXTURE},
+    {"block_type": "attention", "sliding_window": 20},
+    {"block_type": "mlp", "intermediate_size": 40},
+    {"block_type": "moe", **MIXTURE, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+     "moe_latent_size": None},
+    {"block_type": "mamba", "ssm_state_size": 8},
+    {"block_type": "attention"},
+]  # fmt: skip
+
+
+def _of_blocks(model: Any) -> None:
+    """With blocks of sizes of their own, and windows."""
+    generator = torch.Generator().manual_seed(4)
+    for layer, block in zip(model.model.layers, BLOCKS, strict=True):
+        if layer.block_type != "full_attention":
+            own = {"num_local_experts" if name == "n_routed_experts" else name: each for name, each in block.items()}
+            config = type(model.config)(**model.config.to_dict() | own)
+            layer.mixer = type(layer.mixer)(config, layer_idx=layer.layer_idx).eval()
+            for name, tensor in (*layer.mixer.named_parameters(), *layer.mixer.named_buffers()):
+                tensor.data.normal_(0, 0.5 if "bias" in name else tensor.shape[-1] ** -0.5, generator=generator)
+        if window := block.get("sliding_window"):
+            layer.register_forward_pre_hook(partial(_hide_far, window), with_kwargs=True)
+
+
+def _hide_far(window: int, _: Any, given: tuple[Tensor], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    count = given[0].shape[1]
+    seen = torch.ones(count, count, dtype=torch.bool).tril().triu(1 - window)
+    mask = torch.zeros(count, count).masked_fill(~seen, float("-inf"))
+    return given, named | {"attention_mask": mask[None, None]}
+
+
+def _puzzle(config: dict[str, Any]) -> dict[str, Any]:
+    kept = (
+        "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "mamba_num_heads",
+        "mamba_head_dim", "n_groups", "chunk_size", "conv_kernel", "layer_norm_epsilon", "use_bias",
+        "use_conv_bias", "mlp_bias", "mlp_hidden_act", "attention_bias", "max_position_embeddings", "n_shared_experts",
+        "routed_scaling_factor", "norm_topk_prob", "tie_word_embeddings",
+    )  # fmt: skip
+    return {name: config[name] for name in kept} | {
+        "block_configs": BLOCKS, "num_hidden_layers": len(BLOCKS), "hybrid_override_pattern": "ME*-EM*",
+        "mtp_block_configs": [BLOCKS[2], BLOCKS[1]], "mtp_hybrid_override_pattern": "*E",
+        "model_type": "nemotron_h_puzzle", "num_nextn_predict_layers": 1,
+        "blockwise_members": ["block_type", "ssm_state_size", "sliding_window", "intermediate_size", *MIXTURE],
+    }  # fmt: skip
+
+
+def _of_puzzle(state: State) -> State:
+    found = State()
+    for name, tensor in state.items():
+        start, stacked, which = name.partition("mixer.experts.")
+        if stacked:
+            found |= {f"{start}{stacked}{index}.{which}.weight": each for index, each in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found | {"mtp.layers.0.norm.weight": torch.ones(8)}
+
+
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -901,6 +969,10 @@ PUBLISHED: dict[str, Published] = {
         },
         lambda state: _of_step_3(state) | {f"{name}.weight": torch.ones(8) for name in STEP_3_MEDIA},
         prepare=_factorise,
+    ),
+    "nemotron_h_puzzle": Published(
+        "NemotronHPuzzleForCausalLM", _twin("NemotronH", **PUZZLE), {"model.": "backbone."}, _puzzle, _of_puzzle,
+        prepare=_of_blocks,
     ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "deepseek": Published(

@@ -91,6 +91,12 @@ FAMILIES: dict[str, TinyModel] = {
         num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=40, n_group=2,
         topk_group=1, routed_scaling_factor=1.5,
     ),
+    "nemotron_h_latent": tiny(
+        "NemotronH", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
+        layers_block_type=["mamba", "moe", "attention", "moe", "mlp"], n_routed_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=40, moe_latent_size=24,
+        routed_scaling_factor=1.5,
+    ),
     "nemotron_h_dense": tiny(
         "NemotronH", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
         layers_block_type=["mamba", "mlp", "attention", "mlp"],

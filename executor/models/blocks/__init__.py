@@ -413,6 +413,9 @@ class Ops(Protocol):
     def gathered(self, x: Value) -> Value:
         """All-gather: the columns of all ranks side by side. x has this rank's columns. A program has one rank then."""
 
+    def partial(self, contribution: Value) -> Value:
+        """This rank's part of a contribution, for ops that are linear in it."""
+
     def total(self, contributions: Sequence[Value]) -> Value:
         """All-reduce: the contributions' sum over the ranks. One of them may be a result of `linear`, alone."""
 

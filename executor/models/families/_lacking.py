@@ -20,7 +20,6 @@ _LACKING = {
     "IQuestLoopCoderForCausalLM": f"attention to two caches in one layer, and {_REMOTE}",
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
-    "NemotronHPuzzleForCausalLM": "layers of different shapes",
     "Plamo2ForCausalLM": _REMOTE,
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,

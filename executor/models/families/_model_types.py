@@ -128,6 +128,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "new": "NewModel",
         "nemotron-nas": "DeciLMForCausalLM",
         "nomic_bert": "NomicBertModel",
+        "nemotron_h_puzzle": "NemotronHPuzzleForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "olmo": "OlmoForCausalLM",
         "olmo2": "Olmo2ForCausalLM",

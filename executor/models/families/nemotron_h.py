@@ -1,13 +1,26 @@
-"""Nemotron-H: layers of one block each, which is Mamba 2's mixer, attention, an FFN or experts."""
+"""Nemotron-H: layers of one block each, which is Mamba 2's mixer, attention, an FFN or experts. In Puzzle models each
+block has sizes of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
-from headrace.executor.models.blocks import Axis, Declared, Ffn, Linear, Mixer, NoFfn, NoMixer
+from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.blocks import (
+    Axis,
+    Declared,
+    ExpertStack,
+    Ffn,
+    Held,
+    Linear,
+    Mixer,
+    NoFfn,
+    NoMixer,
+    Ops,
+)
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import UNGATED, Experts
@@ -19,10 +32,12 @@ from headrace.executor.models.families._config import (
     flag,
     integer,
     number,
+    optional_integer,
 )
 from headrace.executor.models.families._ssd import ATTENTION, IGNORED, RECURRENT, require_silu, step_limits
 from headrace.ipc.failure import ModelError
 
+PUZZLE = "NemotronHPuzzleForCausalLM"
 NAMES = WeightNames(
     prefixes=("backbone.", "model."),
     embedding="embeddings",
@@ -58,16 +73,48 @@ FIELDS: Mapping[frozenset[str], tuple[str, ...]] = MappingProxyType(
 """How the fields begin that layers of these kinds alone read."""
 
 
+BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mamba": ("ssm_state_size",),
+        "attention": ("sliding_window",),
+        "mlp": ("intermediate_size",),
+        "moe": (
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size", "n_group"),
+            *("moe_shared_expert_intermediate_size", "topk_group", "routed_scaling_factor", "norm_topk_prob"),
+        ),
+    }
+)
+"""What a block of each type may have in `block_configs`, besides its type."""
+
+
 @dataclass(frozen=True)
 class PlainSharedExperts(Experts):
     """Experts beside a shared one that has no gate; nor have the others, see UNGATED."""
+
+    latent_size: int = 0
+    """Columns of the vector that the experts compute in the place of the hidden values; 0: there is none."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         found, name = dict(super().declare(spec)), f"{spec.names.shared_expert}.{spec.names.expert_up}"
         if self.shared_inner:
             up = ((name, Axis(self.shared_inner)),)
             found["shared_up"] = Linear(up, spec.hidden_size, activation=self.shared_activation)
+        if size := self.latent_size:
+            stack = found["experts"]
+            assert isinstance(stack, ExpertStack), "as declared"
+            found["experts"] = replace(stack, hidden=size)
+            found["latent_down"] = Linear((("mixer.fc1_latent_proj", size),), spec.hidden_size)
+            found["latent_up"] = Linear((("mixer.fc2_latent_proj", spec.hidden_size),), size)
         return found
+
+    def routed(self, ops: Ops, held: Held, x: Any, logits: Any) -> Any:
+        if not self.latent_size:
+            return super().routed(ops, held, x, logits)
+        found = super().routed(ops, held, ops.linear(held["latent_down"], x), logits)
+        return ops.product(held["latent_up"], ops.partial(found))
+
+    def values_per_token(self, tp_size: int) -> int:
+        return super().values_per_token(tp_size) + 2 * self.latent_size
 
 
 def layer_kinds(config: Config) -> list[str]:
@@ -79,6 +126,8 @@ def layer_kinds(config: Config) -> list[str]:
             known = ", ".join(LETTERS)
             raise ModelError(f"the config's hybrid_override_pattern must have the letters {known}, got {pattern!r:.80}")
         listed.setdefault("hybrid_override_pattern", [LETTERS[each] for each in pattern])
+    if config["architectures"] == [PUZZLE]:
+        listed["block_configs"] = [block["block_type"] for block in _blocks(config)]
     if not listed:
         raise ModelError("the config has neither layers_block_type nor hybrid_override_pattern")
     found = []
@@ -91,6 +140,34 @@ def layer_kinds(config: Config) -> list[str]:
     if integer(config, "num_hidden_layers", len(found[0])) != len(found[0]):
         raise ModelError(f"the config has {config['num_hidden_layers']} layers, and lists {len(found[0])}")
     return found[0]
+
+
+def _blocks(config: Config) -> Sequence[Mapping[str, Any]]:
+    """The blocks of a Puzzle model. Raises ModelError."""
+    given = config.get("block_configs")
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise ModelError(f"the config's block_configs must be a list of blocks, got {given!r:.80}")
+    for index, block in enumerate(given):
+        kind, at = block.get("block_type"), f"the config's block_configs[{index}]"
+        if kind not in BLOCK_FIELDS:
+            raise ModelError(f"{at} has block_type {kind!r:.80}; known: {', '.join(BLOCK_FIELDS)}")
+        others = [key for key, value in block.items() if value is not None and key not in BLOCK_FIELDS[kind]]
+        if others := sorted(set(others) - {"block_type"}):
+            known = ", ".join(BLOCK_FIELDS[kind])
+            raise NotNativeError(f"{at}, of block_type {kind}, has {', '.join(others)}; known: {known}")
+    return given
+
+
+def _layer_configs(config: Config, count: int) -> list[Config]:
+    """The config as each layer has it. A field that some block has is a block's alone."""
+    if config["architectures"] != [PUZZLE]:
+        return [config] * count
+    blocks = [{key: value for key, value in block.items() if value is not None} for block in _blocks(config)]
+    of_blocks = {key for block in blocks for key in block}
+    for key in of_blocks:
+        config.get(key)
+    shared = config | dict.fromkeys(of_blocks)
+    return [shared | block for block in blocks]
 
 
 def _plain(kind: str) -> str:
@@ -121,6 +198,7 @@ def _attention(config: Config) -> Attention:
         head_dim,
         head_dim**-0.5,
         rope=None,
+        sliding_window=optional_integer(config, "sliding_window") if config["architectures"] == [PUZZLE] else None,
         bias=bias,
         output_bias=bias,
     )
@@ -130,8 +208,6 @@ def _mixture(config: Config) -> Experts:
     kind = activation(config, "mlp_hidden_act", "relu2")
     if kind not in UNGATED:
         raise NotNativeError(f"experts without a gate are supported with {' and '.join(UNGATED)}, not with {kind}")
-    if config.get("moe_latent_size") is not None:
-        raise NotNativeError("experts on latent vectors (moe_latent_size) are not supported")
     if flag(config, "mlp_bias", False):
         raise NotNativeError("biases of experts without a gate are not supported")
     shared = (
@@ -146,46 +222,57 @@ def _mixture(config: Config) -> Experts:
         shared_activation=kind,
         shared_gate=False,
         correction="vector",
+        latent_size=optional_integer(config, "moe_latent_size") or 0,
     )
+
+
+def _layer(config: Config, kind: str) -> tuple[Mixer, Ffn]:
+    if kind == LETTERS["M"]:
+        return _mamba(config), NoFfn()
+    if kind == LETTERS["*"]:
+        return _attention(config), NoFfn()
+    if kind == "moe":
+        return NoMixer(), _mixture(config)
+    inner, bias = integer(config, "intermediate_size", 21504), flag(config, "mlp_bias", False)
+    return NoMixer(), Dense(inner, activation(config, "mlp_hidden_act", "relu2"), gated=False, bias=bias)
+
+
+def _fused(layers: Sequence[tuple[Mixer, Ffn]]) -> Iterator[Fused]:
+    """Of each shape of Mamba's mixers."""
+    mixers = [mixer for mixer, _ in layers]
+    for mixer in dict.fromkeys(mixers):
+        if isinstance(mixer, Ssd) and not mixer.problem():
+            own = frozenset(index for index, each in enumerate(mixers) if each == mixer)
+            yield from (replace(each, layers=own) for each in mixer.fused())
 
 
 def build(config: Config) -> ArchSpec:
     config = config.renamed(head_dim="attention_head_dim")
-    kinds, blocks = layer_kinds(config), dict[str, tuple[Mixer, Ffn]]()
+    kinds = layer_kinds(config)
     for those, fields in FIELDS.items():
         if not those.intersection(kinds):
             config.pass_over(*fields)
-    for kind in dict.fromkeys(kinds):
-        if kind == LETTERS["M"]:
-            blocks[kind] = _mamba(config), NoFfn()
-        elif kind == LETTERS["*"]:
-            blocks[kind] = _attention(config), NoFfn()
-        elif kind == "moe":
-            blocks[kind] = NoMixer(), _mixture(config)
-        else:
-            inner, bias = integer(config, "intermediate_size", 21504), flag(config, "mlp_bias", False)
-            plain = Dense(inner, activation(config, "mlp_hidden_act", "relu2"), gated=False, bias=bias)
-            blocks[kind] = NoMixer(), plain
-    fused = tuple(each for mixer, _ in blocks.values() if isinstance(mixer, Ssd) and not mixer.problem()
-                  for each in mixer.fused())  # fmt: skip
+    layers = [_layer(own, kind) for own, kind in zip(_layer_configs(config, len(kinds)), kinds, strict=True)]
     return ArchSpec(
         architecture=config["architectures"][0],
         hidden_size=integer(config, "hidden_size", 4096),
         vocab_size=integer(config, "vocab_size", 131072),
         max_positions=integer(config, "max_position_embeddings", 4096),
-        layers=tuple(LayerSpec(*blocks[kind]) for kind in kinds),
+        layers=tuple(LayerSpec(*each) for each in layers),
         norm=NormSpec("rms", number(config, "layer_norm_epsilon", 1e-5)),
         tied_head=flag(config, "tie_word_embeddings", False),
-        fused=fused,
+        fused=tuple(_fused(layers)),
         names=NAMES,
     )
 
 
 FAMILY = Family(
-    ("NemotronHForCausalLM",),
+    ("NemotronHForCausalLM", PUZZLE),
     build,
     ignored={
         **IGNORED,
+        "blockwise_members": "block_configs says it",
+        "mtp_block_configs": "of further layers, for multi-token prediction, which are not run",
         "chunk_size": "how the original code divides the work",
         "expand": "the mixer's size is that of its heads",
         "mamba_proj_bias": "transformers ignores it: use_bias says which matrices have biases",

@@ -183,6 +183,7 @@ def _nemotron_h(fields: Fields, config: Config) -> dict[str, Any]:
         "attention_bias": fields.any_layer_holds("attn_q.bias"),
         "mlp_bias": fields.any_layer_holds("ffn_down.bias"),
         "moe_shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": fields.integer("moe_latent_size", 0) or None,
     }
 
 
