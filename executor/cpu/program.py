@@ -179,6 +179,7 @@ class ProgramOps:
         self.kept: Buffer | None = None
         """What an op of the layer leaves to a later one."""
         self._is_last = False
+        self._left: Buffer | None = None
 
     def begin_layer(
         self,
@@ -228,6 +229,16 @@ class ProgramOps:
         out = self.room(x.columns, x.tensor.dtype)
         self.builder.copy(x, out)
         return out
+
+    def leave(self, x: Buffer) -> None:
+        """Keeps x for a later layer, whose `left` it is."""
+        if self._left is None:
+            self._left = self.builder.buffer(x.columns, x.tensor.dtype)
+        self.builder.copy(x, self._left)
+
+    def left(self) -> Buffer:
+        assert self._left is not None, "an earlier layer leaves it"
+        return self._left
 
     def repeats_from_here(self) -> bool:
         """Called by an op that may be computed again, from inputs that later ops leave as they are, before it computes.

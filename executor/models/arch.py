@@ -117,8 +117,8 @@ class LayerSpec:
     norm_placement: Placement | None = None
     """In the place of the spec's, where layers differ."""
     weights_of: int | None = None
-    """Index of the earlier layer of which this one is a further run, with the same weights and a cache of its own; None
-    if its weights are its own."""
+    """Index of the earlier layer of which this one is a further run, with the same weights, or a part of them, and, if
+    it caches, a cache of its own; None if its weights are its own."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -388,13 +388,18 @@ class ArchSpec:
             self._require(fits, f"layer {index} reads the cache of layer {layer.cache_of}, which is another kind")
 
     def _check_further_runs(self) -> None:
+        """A further run reads what its source does, or a part of it."""
+        from headrace.executor.models.blocks import LayerDeclaration  # which imports this module
+
         for index, layer in enumerate(self.layers):
             if (source := layer.weights_of) is None:
                 continue
             known = 0 <= source < index and self.layers[source].weights_of is None
             self._require(known, f"layer {index} has the weights of layer {source}, which has none before it")
-            blocks = [(each.mixer, each.ffn) for each in (layer, self.layers[source])]
-            self._require(blocks[0] == blocks[1], f"layer {index} has the weights of layer {source}, of other shapes")
+            found, read = (LayerDeclaration.of(self, each) for each in (layer, self.layers[source]))
+            parts = ((vars(found)[part], vars(read)[part]) for part in vars(found))
+            same = all(own.items() <= theirs.items() for own, theirs in parts)
+            self._require(same, f"layer {index} has the weights of layer {source}, of other shapes")
 
     def _check_rope(self, rope: RopeSpec) -> None:
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")

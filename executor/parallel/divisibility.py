@@ -90,10 +90,10 @@ def check_shares(spec: ArchSpec, place: RankCoordinates) -> None:
     if spec.stream is not None and spec.stream.table is not None:
         place.vocabulary(spec.stream.table.vocab_size)
     own = place.layers(spec.num_layers)
-    if own and spec.layers[own.start].mixer.follows:
+    if any((0 in own) != (layer in own) for layer, each in enumerate(spec.layers) if each.cache_of == 0):
         raise OptionError(
-            f"layer {own.start} of this {spec.architecture} attends to the keys that a layer of another stage chose: "
-            "pipeline_layer_partition must begin each stage with a layer that chooses"
+            f"later layers of this {spec.architecture} read the cache of its first layer, and stages do not share "
+            "caches: pipeline_parallel_size must be 1"
         )
     sources = [source for layer in own if (source := spec.layers[layer].cache_of) is not None]
     if sources and min(sources) not in own:
@@ -101,4 +101,9 @@ def check_shares(spec: ArchSpec, place: RankCoordinates) -> None:
         raise OptionError(
             f"layers {own.start} to {own.stop - 1} of this {spec.architecture} read the cache of layer {min(sources)}, "
             f"which another stage keeps: pipeline_layer_partition must give the last stage those from {first} on"
+        )
+    if own and spec.layers[own.start].mixer.follows:
+        raise OptionError(
+            f"layer {own.start} of this {spec.architecture} attends to the keys that a layer of another stage chose: "
+            "pipeline_layer_partition must begin each stage with a layer that chooses"
         )

@@ -4,7 +4,7 @@ computes the same: token by token, with chunked prefill, preemption and the pref
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.families._model_types import COMPUTED_BY
+from headrace.ipc.failure import OptionError
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -81,9 +82,17 @@ def test_an_engine_gives_the_tokens_of_the_same_model_in_transformers(folder: Pa
     expect_answers_of_twin(folder, name)
 
 
+ONE_STAGE = ("iquest_loopcoder",)
+"""Models whose later layers read the cache of the first one."""
+
+
+def cases(names: Iterable[str], *kinds: str) -> list[tuple[str, str]]:
+    """Each name with each kind of ranks that it has."""
+    return [(name, kind) for name in names for kind in kinds if kind != "pipeline" or name not in ONE_STAGE]
+
+
 @pytest.mark.system
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("name", "kind"), cases(PUBLISHED, "tensor", "pipeline"))
 def test_two_ranks_give_the_tokens_of_the_same_model_in_transformers(folder: Path, name: str, kind: str) -> None:
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
     expect_answers_of_twin(folder, name, **ranks)
@@ -103,18 +112,34 @@ def test_logits_that_are_scaled_or_capped_give_the_probabilities_of_the_same_mod
             assert given.logprob == pytest.approx(expected[position, token].item(), abs=1e-4)
 
 
-OWN_OPS = ("arctic", "grok_1", "grok_2", "k2_horizon_dense", "pangu_pro", "rnj1", "solar", "step1", "step3")
+OWN_OPS = (
+    "arctic",
+    "grok_1",
+    "grok_2",
+    "k2_horizon_dense",
+    "pangu_pro",
+    "rnj1",
+    "solar",
+    "step1",
+    "step3",
+    "iquest_loopcoder",
+)
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 
 
-@pytest.mark.parametrize("name", OWN_OPS)
-@pytest.mark.parametrize("kind", ["no", "tensor", "pipeline"])
+@pytest.mark.parametrize(("name", "kind"), cases(OWN_OPS, "no", "tensor", "pipeline"))
 def test_layers_op_by_op_give_the_tokens_of_the_same_model_in_transformers(
     folder: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_rank, "why_not", lambda spec, dtype, place: "the test says so.")
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
     expect_answers_of_twin(folder, name, **({} if kind == "no" else ranks))
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_a_model_that_stages_cannot_share_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(OptionError, match=r"read the cache of its first layer.*: pipeline_parallel_size must be 1"):
+        expect_answers_of_twin(folder, name, pipeline_parallel_size=2, distributed_executor_backend=THREADS)
 
 
 COMPUTED_BY_OTHERS: dict[str, dict[str, Any]] = {

@@ -38,6 +38,7 @@ MODELS: dict[str, TinyModel | str] = {
     "norms of groups": "k2_horizon_dense",
     "sinks with values": "pangu_pro",
     "factorised queries": "step3",
+    "two caches": "iquest_loopcoder",
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

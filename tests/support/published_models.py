@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loop_twin
 import tiny_models
 import torch
 from lightning_twin import Ling
@@ -973,6 +974,13 @@ PUBLISHED: dict[str, Published] = {
     "nemotron_h_puzzle": Published(
         "NemotronHPuzzleForCausalLM", _twin("NemotronH", **PUZZLE), {"model.": "backbone."}, _puzzle, _of_puzzle,
         prepare=_of_blocks,
+    ),
+    "iquest_loopcoder": Published(
+        "IQuestLoopCoderForCausalLM",
+        _twin("Llama", num_key_value_heads=2, num_hidden_layers=2, hidden_size=64, rms_norm_eps=1e-5), {},
+        lambda config: _plain(config, loop_num=loop_twin.LOOPS, loop_window_size=loop_twin.WINDOW, head_dim=16,
+                              attention_bias=False, mlp_bias=False, model_type="iquestloopcoder"),
+        prepare=loop_twin.loop,
     ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "deepseek": Published(

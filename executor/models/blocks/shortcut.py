@@ -32,6 +32,7 @@ class Shortcut(WithoutWeights, Declared):
     """mix(x): keeps x for a later layer of the same pass. mix(): returns what was kept."""
 
     eager_reader = "headrace.executor.models.eager_shortcut:EagerShortcut.read"
+    program_reader = "headrace.executor.cpu.looped:CpuShortcut.read"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ _LACKING = {
         ),
         "relative positions and short convolutions of keys and values",
     ),
-    "IQuestLoopCoderForCausalLM": f"attention to two caches in one layer, and {_REMOTE}",
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "LongcatFlashNgramForCausalLM": "embeddings of n-grams",
     "Plamo2ForCausalLM": _REMOTE,
