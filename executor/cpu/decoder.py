@@ -16,6 +16,7 @@ from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.blocks.linear_attention import PreparedHeads
+from headrace.executor.models.blocks.looped_attention import RotatedHeads
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import given_scale, put_given
 from headrace.executor.parallel.collectives import SharedCollectives
@@ -55,6 +56,8 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
+    if spec.ngrams is not None:
+        return "the program embeds tokens alone, not n-grams."
     if spec.stream is not None and spec.stream.why_no_program:
         return spec.stream.why_no_program
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
@@ -63,7 +66,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
         declared = block.declare(spec).values()
         if lacking := [type(each).__name__ for each in declared if not each.program_reader]:
             return f"the program has no op for {', '.join(lacking)}."
-        prepared = (each for each in declared if isinstance(each, PreparedHeads))
+        prepared = (each for each in declared if isinstance(each, PreparedHeads | RotatedHeads))
         if reason := next(filter(None, (why_no_prepared_heads(each.head_dim) for each in prepared)), ""):
             return reason
     if spec.hidden_size > MOST_ROW_VALUES:

@@ -14,6 +14,7 @@ from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
+    from headrace.executor.models.blocks.ngrams import NGrams
     from headrace.executor.models.heads import Classifier, HeadLayer
 
 StateType = Literal["float32", "float16", "bfloat16"]
@@ -313,6 +314,8 @@ class ArchSpec:
     """Rows of a table of token types, which says of each token to which text of a pair it belongs; 0: there is none."""
     task_types: str = ""
     """A table, without `.weight`, whose first row is added to each token's embedding; empty: there is none."""
+    ngrams: NGrams | None = None
+    """Changes the embedding of each token by the tokens before it; None: nothing does."""
     classifier: Classifier | None = None
     """What computes classes of texts or tokens from hidden states; None: nothing does."""
     vocabulary_layers: tuple[HeadLayer, ...] = ()
@@ -362,6 +365,8 @@ class ArchSpec:
         if self.stream is not None:
             self._require(not self.stream.problem(), self.stream.problem())
             self._require(self.norm_placement == self.stream.placement, "the stream needs norms in other places")
+        if self.ngrams is not None:
+            self._require(not self.ngrams.problem(), self.ngrams.problem())
         self._check_shared_caches()
         self._check_further_runs()
         attention = [mixer for mixer in self.mixers if mixer.cache is not None]
@@ -527,6 +532,8 @@ class ArchSpec:
     @property
     def cpu_alone(self) -> str:
         """What of the model a CPU alone computes so far, as the object of a sentence; "" if GPUs compute all."""
+        if self.ngrams is not None:
+            return "embeddings of n-grams"
         return next((mixer.cpu_alone for mixer in self.mixers if mixer.cpu_alone), "")
 
     @property

@@ -23,6 +23,7 @@ from headrace.executor.models.eager import (
     Layer,
     SharedInputs,
 )
+from headrace.executor.models.eager_ngrams import EagerNGrams
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.rotary import Rotary
 from headrace.executor.models.vocabulary import (
@@ -76,6 +77,7 @@ class Decoder:
         self._embedding_deltas: EagerEmbeddingDeltas | None = None
         self._positions: Tensor | None = None
         self._token_types: Tensor | None = None
+        self._ngrams: EagerNGrams | None = None
         self._project_in: EagerLinear | None = None
         self._project_out: EagerLinear | None = None
         self._embedding_norm: EagerNorm | None = None
@@ -118,6 +120,8 @@ class Decoder:
         if checked.adapters is not None and checked.adapts_all:
             deltas = EagerEmbeddingDeltas(checked.adapters, stream_scale(spec, self.dtype))
             self._embedding_deltas = checked.adapter_tables[prefix + names.embedding] = deltas
+        if spec.ngrams is not None:
+            self._ngrams = checked.read(spec.ngrams, prefix)
         if spec.learned_position_offset is not None:
             rows = spec.max_positions + spec.learned_position_offset
             self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
@@ -184,6 +188,9 @@ class Decoder:
         hidden = self._embedding(inputs.token_ids)
         if inputs.adapters is not None and self._embedding_deltas is not None:
             hidden = self._embedding_deltas.added(inputs.token_ids, hidden, inputs.adapters)
+        if self._ngrams is not None:
+            assert inputs.earlier_ids is not None, "the rank's batch has them"
+            hidden = self._ngrams(inputs.token_ids, inputs.earlier_ids, hidden)
         if inputs.given:
             put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:

@@ -338,6 +338,8 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
         excused += tuple(prefix + name for name in firsts)
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
+    if spec.ngrams is not None and not place.is_first_stage:
+        complete += _complete({"ngrams": spec.ngrams}, prefix)
     if (stream := spec.stream) is not None and not place.is_first_stage:
         excused += () if stream.table is None else (prefix + stream.table.name,)
         complete += _complete(stream.declare_beginning(spec), prefix)

@@ -59,6 +59,8 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if width != hidden:
         yield from Linear(((prefix + names.project_in, hidden),), width).weights()
         yield from Linear(((prefix + names.project_out, width),), hidden).weights()
+    if spec.ngrams is not None:
+        yield from _with_prefix(spec.ngrams, prefix)
     if (stream := spec.stream) is not None:
         if (table := stream.table) is not None:
             yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")

@@ -42,6 +42,8 @@ class StepArrays:
     """[num_pooled] int32: the tokens whose hidden states are pooled"""
     token_types: np.ndarray | None = None
     """[num_tokens] int32: 1 in the second text of a pair; None: all are 0."""
+    earlier_ids: np.ndarray | None = None
+    """[num_tokens, lookback] int32: see `StepInputs`; None if the batch looks back at nothing."""
     key_lens: np.ndarray | None = None
     """[num_seqs] int32: to how many of a sequence's first tokens all attend; None: to all."""
     given: tuple[PlacedInput, ...] = ()
@@ -70,11 +72,14 @@ class BatchState:
         eos_token_ids: Sequence[int] = (),
         factors: Sequence[int] = (1,),
         state_pages: int = 0,
+        lookback: int = 0,
     ) -> None:
         """factors: by cache group with block tables; a block's number in the group's tensors is its id times this.
-        state_pages: of each row's state; 0: the model keeps none."""
+        state_pages: of each row's state; 0: the model keeps none. lookback: how many tokens before a token its
+        embedding depends on."""
         self.block_size, self.num_groups = block_size, (num_groups := len(factors))
         self._factors = np.array(factors, np.int32) if any(each != 1 for each in factors) else None
+        self._back = np.arange(1, lookback + 1, dtype=np.int32)
         self._states = RowStates(num_rows, state_pages) if state_pages else None
         self.states_of_step: StateArrays | None = None
         """Of the plan that was applied last, for a model that keeps states."""
@@ -180,11 +185,17 @@ class BatchState:
             logits_indices=logits_indices,
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
+            earlier_ids=self._earlier(token_rows, positions) if len(self._back) else None,
             given=self.inputs.placed(plan),
             reads_logits=reads_logits,
             states=self.states_of_step,
             adapters=self.adapters.of_tokens(rows, query_start, positions),
         )
+
+    def _earlier(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """rows, positions: of the step's tokens."""
+        at = positions[:, None] - self._back
+        return np.where(at < 0, np.int32(-1), self.tokens[rows[:, None], np.maximum(at, 0)])
 
     def _enter(self, new: NewRow) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids) // max(1, self.num_groups)

@@ -69,6 +69,9 @@ class StepInputs:
     """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
     token_types: Tensor | None = None
     """[num_tokens] int64: 1 in the second text of a pair; None: all are 0."""
+    earlier_ids: Tensor | None = None
+    """[num_tokens, reach] int64: the tokens before each, the nearest first, -1 before the sequence; None for models
+    whose embeddings do not read them (`ArchSpec.ngrams`)."""
     key_lens: Tensor | None = None
     """[num_seqs] int32: see `PagedBatch`."""
     given: tuple[GivenRows, ...] = ()
@@ -106,11 +109,11 @@ class StepInputs:
         block_size, states, adapters = values.pop("block_size"), values.pop("states"), values.pop("adapters")
         del values["reads_logits"]
         given = GivenRows.of(values.pop("given"))
-        for name in ("token_types", "key_lens"):
+        for name in ("token_types", "key_lens", "earlier_ids"):
             if values[name] is None:
                 del values[name]
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
-        for name in ("token_ids", "positions", "logits_indices", "pooled_indices", "token_types"):
+        for name in ("token_ids", "positions", "logits_indices", "pooled_indices", "token_types", "earlier_ids"):
             if name in tensors:
                 tensors[name] = tensors[name].long()
         longest = int(np.diff(arrays.query_start).max(initial=0))

@@ -100,6 +100,7 @@ OF_NO_EFFECT = {
     "param2_moe": {"num_shared_experts"},  # whose size together has a key of its own
     "plamo3": {"sliding_window_pattern"},  # interleaved_sliding_window has that of each layer
     "sarvam_mla": {"max_position_embeddings"},
+    "longcat_flash_ngram": {"max_position_embeddings"},
     "telechat3": {"max_position_embeddings", "mscale", "mscale_all_dim"},  # its own temperature has neither
 }
 """Keys that the family reads and that change nothing in one of these configs."""
@@ -351,6 +352,13 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("iquest_loopcoder", {"loop_num": 0}, "loop_num is 0; it must be from 1 to 64"),
     ("iquest_loopcoder", {"head_dim": 8}, "head_dim is 8, and 4 heads of 64 have 16"),
     ("step3", {"moe_layers_enum": "1,x"}, "moe_layers_enum must be a list of layers, got '1,x'"),
+    (
+        "longcat_flash_ngram",
+        {"emb_neighbor_num": 1000},
+        "emb_neighbor_num and emb_split_num make 1998 tables; at most 1024",
+    ),
+    ("longcat_flash_ngram", {"emb_split_num": 0}, "n-grams of up to 4 tokens in 0 tables; at least 2 and 1 are needed"),
+    ("longcat_flash_ngram", {"eos_token_id": [2, 3]}, r"eos_token_id must be a whole number, got \[2, 3\]"),
     ("codegen", {"n_head": 2}, "n_head is 2; a multiple of 4 can be read"),
     ("solar", {"bskcn_2": [True]}, r"bskcn_2 must be a list of layers, counted from 0, got \[True\]"),
     ("solar", {"bskcn_1": [5]}, "bskcn_3 has layer 4, which needs an equal or smaller one in its bskcn_1"),

@@ -9,16 +9,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import published_models
 import pytest
 import tiny_models
 import torch
 from all_at_once import TIGHT, generate_all_at_once, shared_prefix
+from odd_scheduling import KnowingDrafter
 from published_models import PUBLISHED
 from rank_threads import RankThreads, pool_for_each_rank
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
+from headrace.core.schedule.features import drafts
 from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.families import spec_from_config
@@ -71,7 +74,10 @@ def expect_answers(path: Path, logits_of: Callable[[list[int], list[int]], torch
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
 
 
-REASONS = {"k2_horizon_mova": "the program has no op for NormedHeads."}
+REASONS = {
+    "k2_horizon_mova": "the program has no op for NormedHeads.",
+    "longcat_flash_ngram": "the program embeds tokens alone, not n-grams.",
+}
 """Why some run op by op."""
 
 
@@ -140,6 +146,24 @@ def test_layers_op_by_op_give_the_tokens_of_the_same_model_in_transformers(
 def test_a_model_that_stages_cannot_share_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(OptionError, match=r"read the cache of its first layer.*: pipeline_parallel_size must be 1"):
         expect_answers_of_twin(folder, name, pipeline_parallel_size=2, distributed_executor_backend=THREADS)
+
+
+@pytest.mark.usefixtures("drafts_at_any_cost")
+def test_embeddings_of_n_grams_read_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens before a draft are drafts, too, of which every fourth is wrong."""
+    path, params = saved(folder, "longcat_flash_ngram"), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    engine = {**TIGHT, "max_num_seqs": 1, "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    prompt, twin = shared_prefix(128)[0][:30], twin_of("longcat_flash_ngram")
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        logits = published_models.expected_logits("longcat_flash_ngram", twin, prompt, [*answer, 0])
+        answer.append(int(logits[-1].argmax()))
+    drafter = KnowingDrafter([prompt + answer], lambda tokens, first: tokens + (np.arange(len(tokens)) % 4 == 3))
+    monkeypatch.setattr(drafts, "drafter_of", lambda _: drafter)
+    with LLM(str(path), **engine) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert llm.get_stats().num_accepted_tokens > 8
+    assert list(output.outputs[0].token_ids) == answer
 
 
 COMPUTED_BY_OTHERS: dict[str, dict[str, Any]] = {

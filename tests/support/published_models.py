@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import loop_twin
+import ngram_twin
 import tiny_models
 import torch
 from lightning_twin import Ling
@@ -884,6 +885,37 @@ def _of_puzzle(state: State) -> State:
     return found | {"mtp.layers.0.norm.weight": torch.ones(8)}
 
 
+LONGCAT = {
+    "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32, "moe_topk": 3,
+    "zero_expert_num": 4, "routed_scaling_factor": 1.5, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8,
+    "eos_token_id": ngram_twin.END,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e6, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
+}  # fmt: skip
+
+
+def _longcat_lite(config: dict[str, Any]) -> dict[str, Any]:
+    theirs = (
+        "num_layers", "ffn_hidden_size", "expert_ffn_hidden_size", "moe_topk", "zero_expert_num", "q_lora_rank",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts",
+        "routed_scaling_factor",
+    )  # fmt: skip
+    found = _plain(config, **{name: config[name] for name in theirs}, model_type="longcat_flash_ngram")
+    for name in ("intermediate_size", "num_hidden_layers", "num_key_value_heads", "hidden_act"):
+        found.pop(name, None)
+    rope = {name: each for name, each in config["rope_parameters"].items() if name != "rope_theta"}
+    return found | {
+        "rope_scaling": rope, "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity", "emb_neighbor_num": ngram_twin.NEIGHBOURS, "emb_split_num": ngram_twin.SPLITS,
+        "ngram_vocab_size_ratio": ngram_twin.RATIO, "router_bias": False,
+    }  # fmt: skip
+
+
+def _of_longcat_lite(state: State) -> State:
+    return _experts_apart(state) | {"model.mtp.layers.0.eh_proj.weight": torch.ones(8)}
+
+
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -981,6 +1013,10 @@ PUBLISHED: dict[str, Published] = {
         lambda config: _plain(config, loop_num=loop_twin.LOOPS, loop_window_size=loop_twin.WINDOW, head_dim=16,
                               attention_bias=False, mlp_bias=False, model_type="iquestloopcoder"),
         prepare=loop_twin.loop,
+    ),
+    "longcat_flash_ngram": Published(
+        "LongcatFlashNgramForCausalLM", _twin("LongcatFlash", **LONGCAT), {}, _longcat_lite, _of_longcat_lite,
+        prepare=ngram_twin.embed_ngrams,
     ),
     "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "deepseek": Published(

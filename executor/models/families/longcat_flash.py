@@ -1,5 +1,5 @@
 """LongCat-Flash: two sublayers of latent attention and a dense FFN in each layer, and experts beside the second one,
-some of which return what they are given."""
+some of which return what they are given. LongCat-Flash-Lite embeds n-grams, too."""
 
 from dataclasses import replace
 
@@ -8,12 +8,16 @@ from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.latent import LatentAttention
+from headrace.executor.models.blocks.ngrams import NGrams
 from headrace.executor.models.blocks.shortcut import LatentAttentionAfter, ShortcutFfn
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import activation, flag, integer, number
+from headrace.executor.models.families._config import activation, flag, integer, number, positive
 from headrace.executor.models.families._latent import latent_like
+from headrace.ipc.failure import ModelError
 
+PLAIN, WITH_NGRAMS = "LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"
 SUBLAYERS = 2
+MOST_TABLES = 1024
 NAMES = WeightNames(
     sublayers=SUBLAYERS,
     gate="mlps.gate_proj",
@@ -64,11 +68,26 @@ def build(config: Config) -> ArchSpec:
             scaled = ((f"{NAMES.latent_norm}.weight", (hidden / mixer.latent_dim) ** 0.5),)
         after = LatentAttentionAfter(**vars(mixer)) if index % SUBLAYERS else mixer
         layers.append(replace(layer, mixer=after))
-    return replace(spec, layers=tuple(layers), scaled=scaled)
+    ngrams = _ngrams(config, hidden) if config["architectures"] == [WITH_NGRAMS] else None
+    return replace(spec, layers=tuple(layers), scaled=scaled, ngrams=ngrams)
+
+
+def _ngrams(config: Config, hidden: int) -> NGrams | None:
+    """None if the config has no tables of n-grams."""
+    if config.get("ngram_vocab_size_ratio") is None:
+        config.pass_over("emb_neighbor_num", "emb_split_num")
+        return None
+    longest, splits = integer(config, "emb_neighbor_num"), integer(config, "emb_split_num")
+    vocab_size, tables = integer(config, "vocab_size"), max(1, (longest - 1) * splits)
+    if tables > MOST_TABLES:
+        raise ModelError(f"the config's emb_neighbor_num and emb_split_num make {tables} tables; at most {MOST_TABLES}")
+    first_rows = int(positive(config, "ngram_vocab_size_ratio") * vocab_size) + 1
+    end_id = integer(config, "eos_token_id", 2)
+    return NGrams(longest, splits, first_rows, hidden // tables, hidden, vocab_size, end_id)
 
 
 FAMILY = Family(
-    ("LongcatFlashForCausalLM",),
+    (PLAIN, WITH_NGRAMS),
     build,
     ignored={
         "num_hidden_layers": "num_layers says it",
