@@ -13,13 +13,14 @@ from torch import Tensor
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, Joined, OutputGate, SoftCap
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, HeadNorms, Joined, OutputGate, SoftCap
 from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
     convolve_params,
     gated_lru_params,
     gated_norm_weight,
+    head_norm_weights,
     linear_attention_params,
     scan_params,
     selective_params,
@@ -192,10 +193,29 @@ class CpuJoined:
     def read(cls, weights: CpuWeights, declared: Joined, prefix: str) -> CpuJoined:
         return cls()
 
-    def write(self, ops: ProgramOps, x: Buffer, y: Buffer) -> Buffer:
-        out = ops.room(x.columns + y.columns, x.tensor.dtype)
-        ops.builder.copy(x, out.part(0, x.columns))
-        ops.builder.copy(y, out.part(x.columns, y.columns))
+    def write(self, ops: ProgramOps, *parts: Buffer) -> Buffer:
+        out, first = ops.room(sum(each.columns for each in parts), parts[0].tensor.dtype), 0
+        for each in parts:
+            ops.builder.copy(each, out.part(first, each.columns))
+            first += each.columns
+        return out
+
+
+@dataclass(frozen=True)
+class CpuHeadNorms:
+    """`HeadNorms` with their weights."""
+
+    declared: HeadNorms
+    weight: Tensor
+    """[heads * head_dim] of this rank, float32"""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: HeadNorms, prefix: str) -> CpuHeadNorms:
+        return cls(declared, head_norm_weights(weights, declared, prefix))
+
+    def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
+        out = ops.room(x.columns, x.tensor.dtype)
+        ops.builder.gated_norm(x, None, self.weight, out, group=self.declared.head_dim, eps=self.declared.eps)
         return out
 
 

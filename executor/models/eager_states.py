@@ -12,7 +12,15 @@ from torch import Tensor
 
 from headrace.executor.models.blocks import Axis, size_of
 from headrace.executor.models.blocks.gated_lru import Lru
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, Joined, OutputGate, SoftCap, SparseGate
+from headrace.executor.models.blocks.gated_norm import (
+    Added,
+    GatedNorm,
+    HeadNorms,
+    Joined,
+    OutputGate,
+    SoftCap,
+    SparseGate,
+)
 from headrace.executor.models.blocks.linear_attention import LinearAttention, PreparedHeads
 from headrace.executor.models.blocks.recurrent import Scan
 from headrace.executor.models.blocks.selective import SelectiveScan
@@ -143,8 +151,8 @@ class EagerJoined:
     def __init__(self, weights: EagerWeights, declared: Joined, prefix: str) -> None:
         pass
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.cat((x, y), dim=-1)
+    def __call__(self, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, dim=-1)
 
 
 class EagerSparseGate:
@@ -207,6 +215,24 @@ class EagerGatedNorm:
             x = (wide * torch.rsqrt(mean + declared.eps) * self._weight).to(x.dtype)
             return x if gate is None else self._norm(x, gate, None, 1, 0.0, declared.activation)
         normed: Tensor = self._norm(x, gate, self._weight, declared.group, declared.eps, declared.activation)
+        return normed
+
+
+def head_norm_weights(weights: CheckedWeights, declared: HeadNorms, prefix: str) -> Tensor:
+    """Of the heads of this rank, [heads * head_dim] float32."""
+    own, name = own_part(declared.heads, weights.place), f"{prefix}{declared.name}.weight"
+    return weights.exact_matrix(name, declared.heads.size, declared.head_dim, own).flatten()
+
+
+class EagerHeadNorms:
+    """`HeadNorms` with their kernel."""
+
+    def __init__(self, weights: EagerWeights, declared: HeadNorms, prefix: str) -> None:
+        self._weight, self._declared = head_norm_weights(weights, declared, prefix), declared
+        self._norm = weights.kernel("gated_norm")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        normed: Tensor = self._norm(x, None, self._weight, self._declared.head_dim, self._declared.eps, "none")
         return normed
 
 

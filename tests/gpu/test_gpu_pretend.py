@@ -34,7 +34,7 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         tiny_models.save(name, folder / name)
     for name in pretend_cases.RECURRENT_MODELS:
         save_recurrent(folder, name)
-    for name in pretend_cases.PUBLISHED_MODELS:
+    for name in (*pretend_cases.PUBLISHED_MODELS, *pretend_cases.OWN_OPS):
         published_models.save(name, folder / name)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)

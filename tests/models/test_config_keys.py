@@ -359,6 +359,7 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("longcat_flash_ngram", {"emb_split_num": 0}, "n-grams of up to 4 tokens in 0 tables; at least 2 and 1 are needed"),
     ("longcat_flash_ngram", {"eos_token_id": [2, 3]}, r"eos_token_id must be a whole number, got \[2, 3\]"),
+    ("plamo2", {"mamba_step": 1}, "mamba_step is 1; it must be at least 2"),
     ("codegen", {"n_head": 2}, "n_head is 2; a multiple of 4 can be read"),
     ("solar", {"bskcn_2": [True]}, r"bskcn_2 must be a list of layers, counted from 0, got \[True\]"),
     ("solar", {"bskcn_1": [5]}, "bskcn_3 has layer 4, which needs an equal or smaller one in its bskcn_1"),

@@ -129,6 +129,7 @@ OWN_OPS = (
     "step1",
     "step3",
     "iquest_loopcoder",
+    "plamo2",
 )
 """Models with ops that no model of transformers has, and whose forms op by op nothing else compares."""
 

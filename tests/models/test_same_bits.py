@@ -39,6 +39,7 @@ MODELS: dict[str, TinyModel | str] = {
     "sinks with values": "pangu_pro",
     "factorised queries": "step3",
     "two caches": "iquest_loopcoder",
+    "projected states": "plamo2",
     "latent": MIXTURES["minicpm3"],
     "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],

@@ -25,6 +25,8 @@ RECURRENT_MODELS = {"lfm2": 22, "mamba2": 8, "falcon_h1": 80, "qwen3_5": 60}
 LING_LINEAR = "bailing_moe_v2_5"
 PUBLISHED_MODELS = (LING_LINEAR, "arctic", "k2_horizon_dense")
 """Of `published_models`."""
+OWN_OPS = ("step3", "iquest_loopcoder", "plamo2", "nemotron_h_puzzle")
+"""Likewise."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
     "activation_kernel",
@@ -151,6 +153,11 @@ def long_case_tokens_of_norms_of_groups(folder: Path) -> None:
 
 def long_case_tokens_of_experts_of_the_layers_input(folder: Path) -> None:
     tokens_of(folder / "arctic")
+
+
+def long_case_tokens_of_models_with_ops_of_their_own(folder: Path) -> None:
+    for model in OWN_OPS:
+        tokens_of(folder / model)
 
 
 def case_everything_that_follows_logits(folder: Path) -> None:

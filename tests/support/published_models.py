@@ -16,6 +16,7 @@ from typing import Any
 
 import loop_twin
 import ngram_twin
+import plamo2_twin
 import tiny_models
 import torch
 from lightning_twin import Ling
@@ -415,7 +416,8 @@ def _scale_down_embeddings(model: Any) -> None:
 
 def _of_plamo3(state: State) -> State:
     found = _fused("mixer.qkv_proj", 1)(state)
-    found["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * SMALL["hidden_size"] ** 0.5
+    embedding = state["model.embed_tokens.weight"]
+    found["model.embed_tokens.weight"] = embedding * embedding.shape[1] ** 0.5
     for gate in [name for name in state if ".gate_proj." in name]:
         up = gate.replace(".gate_proj.", ".up_proj.")
         found[gate.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([found.pop(gate), found.pop(up)])
@@ -435,6 +437,30 @@ def _plamo3(config: dict[str, Any]) -> dict[str, Any]:
         "interleaved_sliding_window": [window if kind == "sliding_attention" else None for kind in kinds],
         "sliding_window": window,
     }  # fmt: skip
+
+
+PLAMO2_NAMES = {
+    **{f"self_attn.{each}_norm.weight": f"self_attn.{each}_weight" for each in "qk"},
+    **{f"self_attn.{each}": f"self_attn.{each}.weight" for each in (
+        "in_proj", "conv1d", "bcdt_proj", "dt_proj", "out_proj")},
+    **PLAMO3_NAMES,
+}  # fmt: skip
+
+
+def _plamo2(config: dict[str, Any]) -> dict[str, Any]:
+    found = {name: config[name] for name in (*COMMON, "rms_norm_eps") if name in config}
+    return found | {
+        "hidden_size_per_head": config["head_dim"], "mamba_num_heads": plamo2_twin.HEADS, "mamba_enabled": True,
+        "mamba_d_state": plamo2_twin.STATE, "mamba_d_conv": plamo2_twin.WIDTH, "mamba_step": plamo2_twin.STEP,
+        "mamba_chunk_size": 256, "tie_word_embeddings": False, "rope_theta": 1_000_000, "model_type": "plamo2",
+        "attention_window_size": 2048, "full_attention_idx": None, "sparse_step": None, "num_experts": None,
+        "use_predefined_initial_state": False, "linear_type": "normal", "eval_attention_n_bit": None,
+    }  # fmt: skip
+
+
+def _as_plamo2(model: Any) -> None:
+    _scale_down_embeddings(model)
+    plamo2_twin.with_mixers(model)
 
 
 TELECHAT2_NAMES = {
@@ -1152,6 +1178,17 @@ PUBLISHED: dict[str, Published] = {
             0.2,
         ),
         PLAMO3_NAMES, _plamo3, _of_plamo3, prepare=_scale_down_embeddings,
+    ),
+    "plamo2": Published(
+        "Plamo2ForCausalLM",
+        TinyModel(
+            "Gemma3ForCausalLM", "Gemma3TextConfig",
+            SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
+                     "hidden_activation": "silu", "tie_word_embeddings": False, "pad_token_id": 2, "hidden_size": 64,
+                     "layer_types": ["full_attention"] * 4},
+            0.2,
+        ),
+        PLAMO2_NAMES, _plamo2, _of_plamo3, prepare=_as_plamo2,
     ),
     "yi": Published(
         "YiForCausalLM", _twin("Llama", num_key_value_heads=2),

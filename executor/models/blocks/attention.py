@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
-from headrace.executor.models.blocks.gated_norm import Joined, OutputGate
+from headrace.executor.models.blocks.gated_norm import HeadNorms, Joined, OutputGate
 from headrace.ipc.failure import ModelError
 
 QueryGrowth = tuple[int, float, int] | None
@@ -260,3 +260,25 @@ class FactorisedAttention(Attention):
         if self.query_rank < 1:
             return f"query_rank must be at least 1, got {self.query_rank}"
         return super().problem()
+
+
+@dataclass(frozen=True)
+class HeadNormedAttention(Attention):
+    """Attention in which each head's norms of queries and keys have weights of their own."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names, found = spec.names, dict(super().declare(spec))
+        qkv, heads = found.pop("qkv"), Axis(self.num_heads, groups=self.num_kv_heads)
+        assert isinstance(qkv, Linear)
+        for name, matrix in zip(("queries", "keys", "values"), qkv.matrices, strict=True):
+            found[name] = replace(qkv, matrices=(matrix,))
+        found["query_norms"] = HeadNorms(names.query_norm, heads, self.head_dim, spec.norm.eps)
+        found["key_norms"] = HeadNorms(names.key_norm, Axis(self.num_kv_heads), self.head_dim, spec.norm.eps)
+        found["joined"] = Joined()
+        return found
+
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
+        queries = ops.compute(held["query_norms"], ops.linear(held["queries"], x))
+        keys = ops.compute(held["key_norms"], ops.linear(held["keys"], x))
+        qkv = ops.compute(held["joined"], queries, keys, ops.linear(held["values"], x))
+        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]

@@ -45,7 +45,7 @@ class SoftCap(WithoutWeights, Declared):
 
 @dataclass(frozen=True)
 class Joined(WithoutWeights, Declared):
-    """compute(x, y): the columns of x, then those of y."""
+    """compute(x, y, ...): the columns of x, then those of y, and so on."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerJoined"
     program_reader = "headrace.executor.cpu.recurrent:CpuJoined.read"
@@ -63,6 +63,24 @@ class SparseGate(WithoutWeights, Declared):
     cutoff: float
     num_counted: int
     """Columns of `whole` that are not padding."""
+
+
+@dataclass(frozen=True)
+class HeadNorms(Declared):
+    """An RMS norm of each head, with weights of its own, which are stored as [heads, head_dim].
+
+    compute(x): [num_tokens, heads * head_dim] -> the same, normed, in x's type."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerHeadNorms"
+    program_reader = "headrace.executor.cpu.recurrent:CpuHeadNorms.read"
+
+    name: str
+    heads: Axis
+    head_dim: int
+    eps: float
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", (self.heads, self.head_dim), "norm")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ _LACKING = {
         "relative positions and short convolutions of keys and values",
     ),
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
-    "Plamo2ForCausalLM": _REMOTE,
     "Qwen4ExpForCausalLM": _QWEN4,
     "Qwen4ExpForConditionalGeneration": _QWEN4,
     "RwkvForCausalLM": "RWKV 4's recurrence",

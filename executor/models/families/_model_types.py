@@ -142,6 +142,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "phi": "PhiForCausalLM",
         "phi3": "Phi3ForCausalLM",
         "phimoe": "PhimoeForCausalLM",
+        "plamo2": "Plamo2ForCausalLM",
         "plamo3": "Plamo3ForCausalLM",
         "qwen": "QWenLMHeadModel",
         "qwen2": "Qwen2ForCausalLM",

@@ -36,27 +36,37 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    head_dim, heads = head_dim_of(config), integer(config, "num_attention_heads")
-    kv_heads, inner = integer(config, "num_key_value_heads", heads), integer(config, "intermediate_size")
+    head_dim = head_dim_of(config)
     norm = NormSpec("rms", number(config, "rms_norm_eps", 1e-6), weight_offset=1.0)
-    rows = ((NAMES.query, heads * head_dim), (NAMES.key, kv_heads * head_dim), (NAMES.value, kv_heads * head_dim))
     return llama_like(
         {"tie_word_embeddings": True} | config,
         positions=_positions(config, head_dim),
         head_dim=head_dim,
         norm=norm,
         norm_placement="sandwich",
-        other_norms=(
-            (NAMES.attention_post_norm, replace(norm, weight_offset=5**-1.0)),
-            (NAMES.mlp_post_norm, replace(norm, weight_offset=5**-1.5)),
-        ),
+        other_norms=offset_norms(norm),
         attention={"qk_norm": "head"},
         ffn=dense(config, "hidden_act", "silu"),
-        fused=(
-            Fused("mixer.qkv_proj", rows),
-            Fused("mlp.gate_up_proj", ((NAMES.gate, inner), (NAMES.up, inner))),
-        ),
+        fused=fused_matrices(config, head_dim),
         names=NAMES,
+    )
+
+
+def offset_norms(norm: NormSpec) -> tuple[tuple[str, NormSpec], ...]:
+    """Those after the blocks, which differ from the others."""
+    return (
+        (NAMES.attention_post_norm, replace(norm, weight_offset=5**-1.0)),
+        (NAMES.mlp_post_norm, replace(norm, weight_offset=5**-1.5)),
+    )
+
+
+def fused_matrices(config: Config, head_dim: int) -> tuple[Fused, ...]:
+    heads, inner = integer(config, "num_attention_heads"), integer(config, "intermediate_size")
+    kv_heads = integer(config, "num_key_value_heads", heads)
+    rows = ((NAMES.query, heads * head_dim), (NAMES.key, kv_heads * head_dim), (NAMES.value, kv_heads * head_dim))
+    return (
+        Fused("mixer.qkv_proj", rows),
+        Fused("mlp.gate_up_proj", ((NAMES.gate, inner), (NAMES.up, inner))),
     )
 
 
