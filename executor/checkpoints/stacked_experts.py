@@ -27,6 +27,49 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
     return weights.then("each expert of a stack", frozenset(found), lambda name: _expert(weights, found[name]), gone)
 
 
+def with_scales_of_each_expert(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights, in which stacks beside whose `weight` there are stacks of scales are a module for each expert. Not
+    those of gates and ups together, whose scales may be of both."""
+    if spec.stacked is None or not spec.stacked.up or spec.stacked.flat:
+        return weights
+    names, held, found = spec.names, weights.names(), dict[str, tuple[str, int]]()
+    prefix, beside = names.prefix_in(held), dict[str, list[str]]()
+    for name in held:
+        beside.setdefault(name.rpartition(".")[0], []).append(name)
+    parts = {
+        spec.stacked.gate_up: names.expert_gate,
+        spec.stacked.up: names.expert_up,
+        spec.stacked.down: names.expert_down,
+    }
+    for index in range(spec.num_layers):
+        start = names.layer(prefix, index)
+        for stack, part in parts.items():
+            module = (start + stack).removesuffix(".weight")
+            if f"{module}.weight" not in held or len(beside[module]) == 1:
+                continue
+            for expert in range(weights.shape(f"{module}.weight")[0]):
+                own = f"{start}{names.experts}.{expert}.{part}"
+                found |= {f"{own}.{name.rpartition('.')[2]}": (name, expert) for name in beside[module]}
+    if not found:
+        return weights
+    gone = frozenset(stack for stack, _ in found.values())
+    return weights.then(
+        "each expert of a quantised stack", frozenset(found), lambda n: _entry(weights, *found[n]), gone
+    )
+
+
+def _entry(weights: Weights, name: str, index: int) -> StoredTensor:
+    """An entry of a tensor's first dimension, as it is stored. Raises ModelError if it has none of this number."""
+    stack = weights.stored(name)
+    if not stack.shape or stack.shape[0] <= index:
+        raise ModelError(f"{name} has shape {list(stack.shape)}, and its experts are at least {index + 1}")
+
+    def part(rows: slice | None, columns: slice | None) -> Tensor:
+        return take_part(stack.numbers.part(slice(index, index + 1), None)[0], stack.shape[1:], rows, columns)
+
+    return StoredTensor.plain(stack.shape[1:], stack.format, part)
+
+
 @dataclass(frozen=True)
 class _StoredExpert:
     """Where an expert's matrix or bias is stored."""

@@ -333,6 +333,28 @@ def test_fused_matrices_of_mimo_v2_5_are_read_by_chunk(blocks: str, tmp_path: Pa
     assert error_of(decoder, model.double()) < EXACT_ERROR
 
 
+@pytest.mark.parametrize("name", ["step3", "step3p5"])
+def test_stacks_of_experts_in_fp8_have_stacks_of_scales(name: str, tmp_path: Path) -> None:
+    folder = published_models.save(name, tmp_path / "model")
+    exact, codes = load_file(folder / "model.safetensors"), {}
+    for at, tensor in exact.items():
+        if not at.endswith(("moe.gate_proj.weight", "moe.up_proj.weight", "moe.down_proj.weight")):
+            codes[at] = tensor
+            continue
+        parts = zip(*(made.in_fp8(each, 32, 32) for each in tensor), strict=True)
+        codes[at], codes[f"{at}_scale_inv"], exact[at] = (torch.stack(part) for part in parts)
+    save_file(exact, folder / "model.safetensors", metadata={"format": "pt"})
+    prompt = [each % exact["lm_head.weight"].shape[0] for each in PROMPT]
+    (expected,), (exact_logits,) = Driver(opened(folder)).greedy([prompt], 6, chunk=64)
+    save_file(codes, folder / "model.safetensors", metadata={"format": "pt"})
+    section = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    config = published_models.config_of(name) | {"quantization_config": section}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tokens,), (logits,) = Driver(opened(folder)).greedy([prompt], 6, chunk=64)
+    assert tokens == expected
+    assert relative_to_spread(logits, exact_logits) < EXACT_ERROR
+
+
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:
     (config, four), (_, eight) = made.gptq(4), made.gptq(8, 16 * 4)
     config |= {"dynamic": {r"+:.*\.mlp\.down_proj": {"bits": 8, "group_size": -1}, r"-:.*k_proj": {}}}

@@ -70,6 +70,11 @@ class Fp8(Format):
             ("test_fused_matrices_of_mimo_v2_5_are_read_by_chunk",),
         ),
         Stored(
+            "float8_e4m3fn, stacks of experts with stacks of scales (Step 3)",
+            ("e4m3",),
+            ("test_stacks_of_experts_in_fp8_have_stacks_of_scales",),
+        ),
+        Stored(
             "float8_e4m3fn in blocks, and experts in 4-bit floats in groups of 32 (DeepSeek V4)",
             ("e4m3", "float4"),
             ("test_experts_of_deepseek_v4_are_read_from_4_bit_floats",),

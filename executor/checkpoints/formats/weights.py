@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.declared_weights import stored_weights, under_own_names
 from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
+from headrace.executor.checkpoints.stacked_experts import with_scales_of_each_expert
 from headrace.executor.checkpoints.weights import (
     Numbers,
     ReadPart,
@@ -29,7 +30,7 @@ def quantised(source: WeightSource, format_: Format, spec: ArchSpec) -> Weights:
 
     Raises ModelError if config and tensors disagree: at once if tensors are missing, otherwise on reading.
     """
-    weights = under_own_names(spec, Weights.of(source))
+    weights = with_scales_of_each_expert(spec, under_own_names(spec, Weights.of(source)))
     made = _Matrices(weights, format_, spec)
     gone = weights.names() - made.names
     return weights.then(f"matrices stored as {format_.names[0]}", made.names, made.stored, gone)
