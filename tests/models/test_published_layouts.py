@@ -152,11 +152,12 @@ def test_a_model_that_stages_cannot_share_is_refused(folder: Path, name: str) ->
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_embeddings_of_n_grams_read_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens before a draft are drafts, too, of which every fourth is wrong."""
-    path, params = saved(folder, "longcat_flash_ngram"), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    path, count = saved(folder, "longcat_flash_ngram"), 20
+    params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     engine = {**TIGHT, "max_num_seqs": 1, "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
     prompt, twin = shared_prefix(128)[0][:30], twin_of("longcat_flash_ngram")
     answer: list[int] = []
-    while len(answer) < params.max_tokens:
+    while len(answer) < count:
         logits = published_models.expected_logits("longcat_flash_ngram", twin, prompt, [*answer, 0])
         answer.append(int(logits[-1].argmax()))
     drafter = KnowingDrafter([prompt + answer], lambda tokens, first: tokens + (np.arange(len(tokens)) % 4 == 3))

@@ -25,7 +25,7 @@ def loop(model: Any) -> None:
 
 def _forward(model: Any, ids: Tensor, use_cache: bool) -> Any:
     hidden, positions = model.embed_tokens(ids), torch.arange(ids.shape[1])[None]
-    rotation, first = model.rotary_emb(hidden, positions), {}
+    rotation, first = model.rotary_emb(hidden, positions), dict[int, Any]()
     for run in range(LOOPS):
         for index, layer in enumerate(model.layers):
             hidden = hidden + _attention(model, index, layer.input_layernorm(hidden), rotation, first, run)
