@@ -139,6 +139,11 @@ class Driver:
         ends = np.cumsum([count for _, _, count in step])
         width = max(len(tables[i]) for i, _, _ in step) + 3
         slots = [tables[i][p // size] * size + p % size for i, p in zip(owners, positions, strict=True)]
+        reach = 0 if (ngrams := self.decoder.spec.ngrams) is None else ngrams.reach
+        earlier = [
+            [tokens[i][p - back] if p >= back else -1 for back in range(1, reach + 1)]
+            for i, p in zip(owners, positions, strict=True)
+        ]
         return StepArrays(
             token_ids=np.array([tokens[i][p] for i, p in zip(owners, positions, strict=True)], np.int32),
             positions=np.array(positions, np.int32),
@@ -149,4 +154,5 @@ class Driver:
             logits_indices=ends.astype(np.int32) - 1,
             prompt_lens=np.array([prompt_lens[i] for i, _, _ in step], np.int32),
             block_size=size,
+            earlier_ids=np.array(earlier, np.int32) if reach else None,
         )
