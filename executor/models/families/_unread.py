@@ -136,34 +136,35 @@ _COMPUTED = """
     block_ffn_dim_multiplier block_multiple_of block_types bskcn_1 bskcn_2 bskcn_3 bskcn_4 bskcn_tv chunk_size clip_qkv
     compress_rate_csa compress_rate_hca compress_rates compress_ratios compress_rope_theta conv1d_width conv_L_cache
     conv_bias conv_kernel decay_low_rank_dim decoder_sparse_step dense_intermediate_size dim_model_base
-    do_layer_norm_before embedding_multiplier embedding_multiplier_scale embedding_scale enable_bias enable_moe_block
-    expand expansion_ratio expert_ffn_hidden_size expert_layer_offset expert_layer_period expert_selection_fn
-    extrapolation_factor ffn_act_fn ffn_config ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace
-    floor_scale full_attention_interval full_attn_alpha_factor full_attn_beta_factor full_attn_idxs gate_low_rank_dim
-    global_attn_every_n_layers group_norm_size hc_eps hc_magnitude hc_mult hc_sinkhorn_iters hidden_act
-    hidden_activation hidden_ratio hidden_size_per_layer_input high_freq_factor hybrid_layer_pattern
-    hybrid_override_pattern index_block_size index_head_dim index_kpool index_local_blocks index_n_heads
-    index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern indexer_types input_mult
-    interleave_moe_layer_step interleaved_sliding_window key_multiplier kv_channels kv_lora_rank kv_n_heads laurel_rank
-    layer_group_size layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types
-    layernorm_epsilon layernorm_num_groups layers_block_type linear_allow_neg_eigval linear_attn_alpha_factor
-    linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim linear_head_dim linear_key_head_dim
-    linear_lower_bound linear_num_heads linear_num_key_heads linear_num_value_heads linear_rope linear_silu
-    linear_value_head_dim llama_4_scaling llama_4_scaling_beta llm_config lm_head_bias lm_head_multiplier local_size
-    logit_scale logits_scaling logits_soft_cap long_factor long_mscale low_freq_factor lru_width mamba_conv_bias
-    mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_rank mamba_expand mamba_head_dim mamba_hidden_act
-    mamba_n_groups mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_proj_bias mamba_rms_norm
-    max_attn_value max_position_embeddings mixer_rms_eps mla_scale_kv_lora mla_scale_q_lora mlp_alpha_factor
-    mlp_beta_factor mlp_bias mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe moe_gate_bias moe_k
-    moe_latent_size moe_layer_end_index moe_layer_freq moe_layer_frequency moe_layer_interval moe_layer_start_index
-    moe_layers moe_layers_enum moe_normalize_expert_weights moe_num_experts moe_num_shared_experts moe_renormalize
+    do_layer_norm_before emb_neighbor_num emb_split_num embedding_multiplier embedding_multiplier_scale embedding_scale
+    enable_bias enable_moe_block expand expansion_ratio expert_ffn_hidden_size expert_layer_offset expert_layer_period
+    expert_selection_fn extrapolation_factor ffn_act_fn ffn_config ffn_dim ffn_hidden_size final_logit_softcapping
+    first_k_dense_replace floor_scale full_attention_interval full_attn_alpha_factor full_attn_beta_factor
+    full_attn_idxs gate_low_rank_dim global_attn_every_n_layers group_norm_size hc_eps hc_magnitude hc_mult
+    hc_sinkhorn_iters hidden_act hidden_activation hidden_ratio hidden_size_per_head hidden_size_per_layer_input
+    high_freq_factor hybrid_layer_pattern hybrid_override_pattern index_block_size index_head_dim index_kpool
+    index_local_blocks index_n_heads index_skip_topk_offset index_topk index_topk_blocks index_topk_freq
+    index_topk_pattern indexer_types input_mult interleave_moe_layer_step interleaved_sliding_window key_multiplier
+    kv_channels kv_lora_rank kv_n_heads laurel_rank layer_group_size layer_norm_elementwise_affine layer_norm_eps
+    layer_norm_epsilon layer_rope_theta layer_types layernorm_epsilon layernorm_num_groups layers_block_type
+    linear_allow_neg_eigval linear_attn_alpha_factor linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim
+    linear_head_dim linear_key_head_dim linear_lower_bound linear_num_heads linear_num_key_heads linear_num_value_heads
+    linear_rope linear_silu linear_value_head_dim llama_4_scaling llama_4_scaling_beta llm_config lm_head_bias
+    lm_head_multiplier local_size logit_scale logits_scaling logits_soft_cap long_factor long_mscale loop_num
+    loop_window_size low_freq_factor lru_width mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state
+    mamba_dt_rank mamba_expand mamba_head_dim mamba_hidden_act mamba_n_groups mamba_n_heads mamba_ngroups
+    mamba_norm_before_gate mamba_num_heads mamba_proj_bias mamba_rms_norm mamba_step max_attn_value
+    max_position_embeddings mixer_rms_eps mla_scale_kv_lora mla_scale_q_lora mlp_alpha_factor mlp_beta_factor mlp_bias
+    mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe moe_gate_bias moe_k moe_latent_size
+    moe_layer_end_index moe_layer_freq moe_layer_frequency moe_layer_interval moe_layer_start_index moe_layers
+    moe_layers_enum moe_normalize_expert_weights moe_num_experts moe_num_shared_experts moe_renormalize
     moe_router_renormalize moe_router_scaling_factor moe_shared_expert_intermediate_size moe_top_k mova_num_experts
     mova_num_experts_per_tok mscale mscale_all_dim multi_query multi_query_attention multi_query_group_num mup_enabled
     mup_scale_factor n_embd n_embed n_group n_groups n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts
-    n_shared_experts name new_decoder_architecture no_bias no_rope_layer_interval no_rope_layers norm_bias norm_eps
-    norm_epsilon norm_expert_weight norm_first norm_topk_prob num_attention_groups num_dense_layers num_experts
-    num_experts_per_tok num_hash_layers num_key_value_heads_per_layer num_kv_shared_layers num_layers_per_stack
-    num_ln_in_parallel_attn num_local_experts num_mem_blocks num_mtp_layers num_shared_experts
+    n_shared_experts name new_decoder_architecture ngram_vocab_size_ratio no_bias no_rope_layer_interval no_rope_layers
+    norm_bias norm_eps norm_epsilon norm_expert_weight norm_first norm_topk_prob num_attention_groups num_dense_layers
+    num_experts num_experts_per_tok num_hash_layers num_key_value_heads_per_layer num_kv_shared_layers
+    num_layers_per_stack num_ln_in_parallel_attn num_local_experts num_mem_blocks num_mtp_layers num_shared_experts
     num_sliding_attention_heads o_groups o_lora_rank original_max_position_embeddings original_rope output_mult
     output_multiplier output_multiplier_scale padded_vocab_size parallel_attn parallel_attn_mlp_res param_sink_number
     param_sink_with_value partial_rotary_factor partial_rotary_factors per_layer_config position_embedding_type
@@ -173,7 +174,7 @@ _COMPUTED = """
     rope_head_dim rope_interleave rope_local_base_freq rope_local_theta rope_parameters rope_ratio rope_scaling
     rope_theta rotary rotary_dim rotary_emb_base routed_scaling_factor router_bias router_enable_expert_bias
     router_logit_softcapping router_scaling_factor router_score_func sandwich_norm scale_attn_by_inverse_layer_idx
-    scale_depth scale_emb scale_embedding scoring_func seq_length share_expert_dim share_expert_dims
+    scale_depth scale_emb scale_embedding scoring_func seq_length share_expert_dim share_expert_dims share_q_dim
     shared_expert_combination_strategy shared_expert_intermediate_size shared_experts_intermediate_size
     shared_intermediate_size short_factor short_mscale sliding_window sliding_window_pattern sliding_window_size
     softmax_scale sparse_attention_freq sparse_block_size sparse_config sparse_index_dim sparse_local_block
