@@ -74,9 +74,9 @@ def sleepers(first: psutil.Process) -> list[psutil.Process]:
     ("command", "ready"),
     [
         pytest.param(SERVE, r"ready: (\S+)/v1", marks=pytest.mark.system),
-        ((*SERVE, "--api-server-count", "2"), r"ready: (\S+)/v1"),
+        pytest.param((*SERVE, "--api-server-count", "2"), r"ready: (\S+)/v1", marks=pytest.mark.system),
         (("engine-core", "null", *NULL), r"ready at (\S+)"),
-        (("headrace", "coordinator"), r"ready at (\S+)"),
+        pytest.param(("headrace", "coordinator"), r"ready at (\S+)", marks=pytest.mark.system),
     ],
     ids=["serve", "two processes", "engine-core", "coordinator"],
 )

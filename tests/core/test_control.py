@@ -570,7 +570,9 @@ def test_a_worker_extension_that_cannot_be_is_refused_in_a_sentence(checkpoints,
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "ranks", [{"in_process": True}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.system)]
+)
 def test_a_reload_that_hangs_is_answered_at_its_deadline_and_the_engine_serves_on(
     checkpoints, tmp_path, monkeypatch, ranks
 ):

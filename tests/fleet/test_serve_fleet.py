@@ -121,11 +121,12 @@ def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_r
         assert len(before & {each.pid for each in engines_of(server)}) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "engines",
     [
         pytest.param(("-dp", "2"), id="two engines"),
-        pytest.param(("--restart-engine", "5"), id="one that restarts", marks=pytest.mark.system),
+        pytest.param(("--restart-engine", "5"), id="one that restarts"),
     ],
 )
 def test_a_form_that_kills_deep_in_its_answer_ends_no_other_stream(engines: tuple[str, str]) -> None:

@@ -65,7 +65,7 @@ def slow_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_phases_sum_to_the_time_until_the_address(processes):
     untold_s = 1.0
     for _ in range(3):  # a busy machine may take its time between their clock and this one
@@ -200,7 +200,7 @@ def listening_ports(server: Server) -> list[int]:
     return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
     server = Server("--distributed-executor-backend", "nowhere:Nothing", "--api-server-count", processes)
     assert server.wait_exit(30) == 1
@@ -340,7 +340,7 @@ def test_a_drain_ends_at_its_deadline_with_a_last_event():
         assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_a_second_signal_does_not_wait(processes):
     with serving("--api-server-count", processes, null_model=SLOW) as server, server.client() as client:
         with streaming(client) as lines:
@@ -359,10 +359,14 @@ USER = {"role": "user", "content": "x"}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (COMPLETIONS, {"prompt": LONG_TEXT}),
-        ("/v1/chat/completions", {"messages": [USER], "chat_template": LONG_LOOP}),
+        pytest.param(COMPLETIONS, {"prompt": LONG_TEXT}, id="a tokenizer"),
+        pytest.param(
+            "/v1/chat/completions",
+            {"messages": [USER], "chat_template": LONG_LOOP},
+            id="a template",
+            marks=pytest.mark.system,
+        ),
     ],
-    ids=["a tokenizer", "a template"],
 )
 def test_what_hangs_before_its_request_runs_holds_no_stop_up(path, body):
     """More than work at a time: the threads that wait for it are joined at the end, one piece of work after another."""
@@ -391,7 +395,7 @@ def processor_time(pid: int) -> float:
     return sum(sum(each.cpu_times()[:2]) for each in (found, *found.children(recursive=True)))
 
 
-def test_several_processes_share_a_port_an_engine_and_metrics():
+def test_several_processes_share_a_port_an_engine_and_metrics_and_no_port_with_another_server():
     with serving("--api-server-count", "2", null_model=SLOW) as server:
         for _ in range(40):  # each a connection of its own: the kernel deals them out
             with server.client() as client:
@@ -411,6 +415,9 @@ def test_several_processes_share_a_port_an_engine_and_metrics():
                 assert metric(client, "headrace:num_clients") == 2
                 assert metric(client, "headrace:engine_gc_pauses_total") > 0
                 assert metric(client, "headrace:engine_gc_pause_seconds_total") > 0
+        second = Server("--port", str(httpx.URL(server.url).port), "--api-server-count", "2")
+        assert second.wait_exit() == 2
+        assert "another program does; choose another --port" in second.log
         with server.client() as client, streaming(client, max_tokens=50) as lines:
             server.signal()
             assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -445,13 +452,6 @@ def test_of_two_engines_the_one_that_lives_is_named_and_serves():
             assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["B"]
             answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})
             assert (answer.status_code, answer.json()["model"]) == (200, "B")
-
-
-def test_several_processes_do_not_share_a_port_with_another_server():
-    with serving("--api-server-count", "2") as server:
-        second = Server("--port", str(httpx.URL(server.url).port), "--api-server-count", "2")
-        assert second.wait_exit() == 2
-        assert "another program does; choose another --port" in second.log
 
 
 def server_engine_tokens(server: Server, index: str) -> float:

@@ -36,7 +36,11 @@ NULL_ENGINE: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("how", "processes"),
-    [("raises", "2"), ("is killed", "1"), pytest.param("is killed", "2", marks=pytest.mark.system)],
+    [
+        ("raises", "2"),
+        pytest.param("is killed", "1", marks=pytest.mark.system),
+        pytest.param("is killed", "2", marks=pytest.mark.system),
+    ],
 )
 def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server(how, processes):
     cause = {"raises": "told to crash", "is killed": "was killed by signal 9"}[how]
@@ -165,7 +169,7 @@ def test_an_engine_is_started_again_when_that_was_asked_for(processes):
         assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_requests_that_brought_nothing_are_sent_to_the_engine_that_takes_over(processes):
     arguments = ("--restart-engine", "1", "--max-num-seqs", "1", "--api-server-count", processes)
     with (
@@ -195,7 +199,7 @@ def test_a_request_that_kills_engines_is_sent_again_once():
         server.wait_log("1 waiting for an engine(.|\n)*starting the engine again")
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_an_engine_that_dies_too_often_ends_the_server_and_fails_what_waited_with_the_cause(processes):
     options = ("--restart-engine", "1", "--api-server-count", processes)
     with serving(*options, null_model={"crash_step": 1}) as server, server.client() as client:
@@ -204,7 +208,7 @@ def test_an_engine_that_dies_too_often_ends_the_server_and_fails_what_waited_wit
         assert server.wait_exit() == 70
 
 
-@pytest.mark.parametrize(("what", "processes"), [("is open to others", "1"), ("is gone", "2")])
+@pytest.mark.parametrize(("what", "processes"), [("is gone", "1"), pytest.param("is open to others", "2", marks=pytest.mark.system)])
 def test_a_restart_says_what_is_wrong_with_the_runtime_directory_and_the_server_still_stops(
     what, processes, runtime_directory
 ):
@@ -242,7 +246,7 @@ def http_processes(server: Server) -> list[psutil.Process]:
     ("kind", "number"),
     [
         ("two HTTP processes", signal.SIGTERM),
-        ("two ranks", signal.SIGTERM),
+        pytest.param("two ranks", signal.SIGTERM, marks=pytest.mark.system),
         pytest.param("one process", signal.SIGHUP, marks=pytest.mark.system),
         pytest.param("two HTTP processes", signal.SIGHUP, marks=pytest.mark.system),
         pytest.param("two ranks", signal.SIGINT, marks=pytest.mark.system),
@@ -461,7 +465,7 @@ def test_an_engine_that_stays_silent_is_ended_before_another_is_started(processe
 # --- logs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log", ["broken", "unread"])
+@pytest.mark.parametrize("log", [pytest.param("broken", marks=pytest.mark.system), "unread"])
 def test_a_log_that_cannot_be_written_stops_nothing(log):
     """What reads it has ended, or nobody reads: the engine's death is noticed all the same."""
     server = Server("--restart-engine", "2", "--enable-log-requests", null_model={**SLOW})

@@ -22,11 +22,11 @@ from headrace.ipc.failure import EngineDeadError
 @pytest.mark.parametrize(
     ("engines", "processes"),
     [
-        (["ipc"], "2"),
-        (["absent", "tcp"], "1"),
+        pytest.param(["ipc"], "2", marks=pytest.mark.system),
+        pytest.param(["absent", "tcp"], "1", marks=pytest.mark.system),
         (["coordinator"], "2"),
         pytest.param(["ipc"], "1", marks=pytest.mark.system),
-        pytest.param(["ipc", "absent"], "1", marks=pytest.mark.system),
+        (["ipc", "absent"], "1"),
     ],
 )
 def test_a_server_waits_for_its_engine_and_says_for_which(engines, processes, tmp_path, monkeypatch):

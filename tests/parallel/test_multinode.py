@@ -113,7 +113,7 @@ def cluster(asked: Options) -> Iterator[Cluster]:
         assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.system)])
 def test_steps_and_adapters_reach_both_nodes(tp_size: int, pp_size: int, tmp_path: Path) -> None:
     with cluster(options(tp_size, pp_size)) as running:
         bring_up(running.executor, running.options)
@@ -131,7 +131,7 @@ def test_steps_and_adapters_reach_both_nodes(tp_size: int, pp_size: int, tmp_pat
     assert running.failures == []
 
 
-@pytest.mark.parametrize("where", ["rank", "node"])
+@pytest.mark.parametrize("where", [pytest.param("rank", marks=pytest.mark.system), "node"])
 def test_a_kill_on_the_other_node_is_told_to_both_at_once(where: str) -> None:
     with cluster(options()) as running:
         bring_up(running.executor, running.options)
@@ -195,8 +195,13 @@ def test_a_node_that_never_comes_is_named() -> None:
     ("flags", "environment", "said"),
     [
         (["--max-num-seqs=9"], {}, "max_num_seqs is 8 at the engine core and 9 at the node"),
-        (["--node-rank=2"], {}, "node_rank 2 is not one of 1 to 1"),
-        ([], {KEY_VARIABLE: "another"}, f"the node's {KEY_VARIABLE} is not the engine core's"),
+        pytest.param(["--node-rank=2"], {}, "node_rank 2 is not one of 1 to 1", marks=pytest.mark.system),
+        pytest.param(
+            [],
+            {KEY_VARIABLE: "another"},
+            f"the node's {KEY_VARIABLE} is not the engine core's",
+            marks=pytest.mark.system,  # tests/parallel/test_node_join.py has the other keys
+        ),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_and_the_core_waits_on(

@@ -279,7 +279,7 @@ def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower:
 
 def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(own_follower: Follower) -> None:
     """Together they take longer than one message may."""
-    matchers = [matcher_of(own_follower, slow_form(nth, 12500)) for nth in range(12)]
+    matchers = [matcher_of(own_follower, slow_form(nth, 12500)) for nth in range(8)]
     following_process(own_follower).kill()
     (a,) = tokens_of("a")
     taken = advance(own_follower, [(each, a) for each in matchers])
@@ -353,7 +353,7 @@ def test_a_plain_form_that_no_answer_can_have_is_refused_without_a_trial(own_fol
     assert str(refused.value) == str(refused_by_trial.value)
 
 
-@pytest.mark.parametrize("text", [DEADLY_TO_COMPILE, COMPUTING])
+@pytest.mark.parametrize("text", [DEADLY_TO_COMPILE, pytest.param(COMPUTING, marks=pytest.mark.system)])
 def test_a_plain_form_that_ends_its_process_is_tried_and_so_are_all_for_a_while(
     own_follower: Follower, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

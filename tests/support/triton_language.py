@@ -1,8 +1,10 @@
-"""Makes Triton's interpreter patch `triton.language` once per process instead of at every launch."""
+"""Spares Triton's interpreter what it does anew at every launch and for every tensor."""
 
 from __future__ import annotations
 
+import functools
 from types import FunctionType, ModuleType
+from typing import Any
 
 
 class Lasting:
@@ -32,3 +34,13 @@ def stay_interpreted() -> None:
         return Lasting()
 
     interpreter._patch_lang = patch_once
+
+    dtype_of = interpreter._get_np_dtype
+    cached = functools.cache(dtype_of)
+
+    def found(kind: language.dtype) -> Any:
+        """It makes a table of all types at each call, except for pointers, which have no hash."""
+        element = kind.scalar
+        return dtype_of(element) if isinstance(element, language.pointer_type) else cached(element)
+
+    interpreter._get_np_dtype = found
