@@ -86,16 +86,25 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="session")
+def frozen_modules() -> set[str]:
+    """Those whose objects the collector does not walk through."""
+    return set(sys.modules)
+
+
 @pytest.fixture(autouse=True)
-def nothing_given_back_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A benchmark or a simulation that ends within a test calls `gc.unfreeze`, which shows the collector everything."""
+def little_for_the_collector(frozen_modules: set[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever imports a library of models, or calls `gc.unfreeze` as a benchmark or a simulation that ends here does,
+    leaves nothing that each `gc.collect` of a rank would walk through for half a second in all tests after it."""
     calls: list[None] = []
     unfreeze = gc.unfreeze
     monkeypatch.setattr(gc, "unfreeze", lambda: calls.append(unfreeze()))
     yield
-    if calls:  # asking how much is frozen would walk through it, as long as a collection does
+    if calls or len(sys.modules) > len(frozen_modules) + 20:
+        # Asking how much is frozen would walk through it, as long as a collection does.
         gc.collect(1)
         gc.freeze()
+        frozen_modules.update(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from rank_threads import pool_for_each_rank
 from safetensors.torch import load_file, save_file
 from test_cpu_decoder import LIMITS
 from test_parallel_model import THREADS, first_logprobs
+from thinned import every
 from tiny_gguf import saved_state
 from tiny_mixtures import FAMILIES as MIXTURES
 from torch import Tensor
@@ -151,7 +152,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case: str, tmp_path: Path) -> None:
     make, kinds, bound = CASES[case]
     model = made.write(tmp_path, tiny_models.build("llama"), *make())

@@ -19,6 +19,7 @@ import pytest
 from http_server import ask, events_of, serving
 from null_with_tokenizer import PARROT
 from read_answers import parser_of
+from thinned import every
 
 from headrace.frontend.http.apis.anthropic.answer import call_input
 from headrace.frontend.text.formats.declaration import known_formats, load_format
@@ -66,7 +67,7 @@ def no_collection_of_what_other_tests_hold() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("share", [9, pytest.param(1, marks=pytest.mark.system)])
-@pytest.mark.parametrize("name", sorted(known_formats()))
+@pytest.mark.parametrize("name", every(3, sorted(known_formats())))
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str, share: int) -> None:
     """Of one in so many beginnings, others for each format: most formats are read by the same lines. What takes long
     must not take much more than its length of what an eighth takes: a busy machine computes several times slower."""
@@ -157,7 +158,7 @@ def parrot() -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize("what", SAID)
+@pytest.mark.parametrize("what", every(3, SAID))
 def test_no_answer_of_a_model_is_an_error_of_the_server(what: str, parrot: httpx.Client) -> None:
     """Whole, as events, and in the three APIs."""
     said = SAID[what]

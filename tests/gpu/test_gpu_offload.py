@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from gpu_parts import GpuOnCpu, LateDevice, LateSide
+from thinned import every
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
@@ -54,7 +55,7 @@ def expected(model: Path) -> tuple[list[list[int]], int]:
         return tokens_of(llm), llm.describe_engine().workers[0]["weight_bytes"]
 
 
-@pytest.mark.parametrize(("num_offloaded", "quantization"), [(1, None), (NUM_LAYERS, None), (4, "int4")])
+@pytest.mark.parametrize(("num_offloaded", "quantization"), every(2, [(NUM_LAYERS, None), (1, None), (4, "int4")]))
 def test_offloaded_layers_give_the_same_tokens_eagerly_through_graphs_and_after_sleep(
     num_offloaded: int, quantization: str | None, model: Path, expected: tuple[list[list[int]], int]
 ) -> None:

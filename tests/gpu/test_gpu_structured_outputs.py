@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import tiny_models
+from thinned import every
 
 from headrace import LLM, SamplingParams, StructuredOutputsParams
 from headrace.core.structured_output.follower import Masks
@@ -64,7 +65,7 @@ def answers(folder: str, params: list[SamplingParams], **options: Any) -> list[t
     return [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in outputs]
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}, {"async_scheduling": False}], ids=str)
+@pytest.mark.parametrize("more", every(3, [{"speculative_config": NGRAM}, {}, {"async_scheduling": False}]), ids=str)
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_answers_that_have_a_form_are_those_of_the_cpu(folder: str, more: dict[str, Any]) -> None:
     found = answers(folder, PARAMS, **ON_A_GPU, **more)

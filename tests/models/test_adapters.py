@@ -106,8 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["eager", "program"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "kind"), pairs(tuple(VARIANTS), ("eager", "program")))
 def test_forms_of_adapters_equal_peft(variant: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference("llama_biases"), tmp_path)
     decoder, slots = make("llama_biases", kind)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
+from thinned import every
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -68,7 +69,7 @@ def expect_defaults_of_transformers(kind: str, config: dict[str, Any], what: str
     assert spec == expected or weight_shapes(spec) != weight_shapes(expected), what
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(3, KINDS))
 def test_a_field_that_is_left_out_has_transformers_default_or_is_asked_for(kind: str) -> None:
     whole = config_of(kind)
     if whole is None:
@@ -77,7 +78,7 @@ def test_a_field_that_is_left_out_has_transformers_default_or_is_asked_for(kind:
         expect_defaults_of_transformers(kind, {key: value for key, value in whole.items() if key != name}, name)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", every(3, sorted(KINDS)))
 def test_a_rotation_without_its_base_or_with_null_has_transformers_base(kind: str) -> None:
     whole = config_of(kind)
     if whole is None or not isinstance((whole.get("rope_parameters") or {}).get("rope_theta"), float):

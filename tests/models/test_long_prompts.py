@@ -27,11 +27,8 @@ NAMES = (
     "muse_glimmer",
     "mimo_v2",
     "deepseek_v32",
-    "hy_v4",
     "deepseek_v4",
-    "dots3_note",
-    "hrm_text",
-    pytest.param("glm_moe_dsa", marks=pytest.mark.system),
+    *(pytest.param(name, marks=pytest.mark.system) for name in ("hy_v4", "dots3_note", "hrm_text", "glm_moe_dsa")),
     *(
         pytest.param(name, marks=pytest.mark.system)
         for name in ("flex_olmo", "flint", "hy_v3", "mellum", "solar_open", "youtu")

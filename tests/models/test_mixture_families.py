@@ -18,6 +18,7 @@ from model_driver import DictSource
 from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file, save_file
 from test_models import config_of, reference, reference_logits
+from thinned import every, pairs
 from tiny_mixtures import FAMILIES
 from tiny_models import state_of
 from torch import Tensor
@@ -109,7 +110,7 @@ EXPERT_PARALLEL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4", "longcat_flash"])
+@pytest.mark.parametrize("name", every(2, ["glm4_moe", "gpt_oss", "longcat_flash", "llama4"]))
 def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path, name: str) -> None:
     """As one program and op by op; four experts of each rank, and shared experts that are divided by rows. LongCat's
     experts are in an FFN of another kind, and some do nothing."""
@@ -127,7 +128,7 @@ BALANCED = EXPERT_PARALLEL | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4", "longcat_flash"])
+@pytest.mark.parametrize("name", every(2, ["gpt_oss", "glm4_moe", "llama4", "longcat_flash"]))
 def test_experts_that_change_ranks_between_steps_answer_as_transformers_does(folder: Path, name: str) -> None:
     """As one program and op by op; with biases, and with copies of two experts of each layer."""
     balance = expect_answers_of_transformers(folder, name, **BALANCED).expert_balance
@@ -210,8 +211,7 @@ OWN_NAMES = {
 """Publishers' names, from those of them that transformers saves otherwise."""
 
 
-@pytest.mark.parametrize("name", OWN_NAMES)
-@pytest.mark.parametrize("of", ["publisher", "transformers"])
+@pytest.mark.parametrize(("name", "of"), pairs(OWN_NAMES, ("publisher", "transformers")))
 def test_files_have_the_publishers_names_or_those_of_transformers(
     folder: Path, name: str, of: str, tmp_path: Path
 ) -> None:
@@ -282,7 +282,7 @@ def test_experts_of_a_file_without_a_correction_are_chosen_by_their_scores(folde
     assert changed, "the correction matters"
 
 
-@pytest.mark.parametrize("name", ["hy_v4", "deepseek_v4"])
+@pytest.mark.parametrize("name", every(2, ["deepseek_v4", "hy_v4"]))
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""

@@ -15,6 +15,7 @@ from model_driver import Driver
 from peft_adapters import PeftModels
 from safetensors.torch import load_file, save_file
 from test_adapters import EXPERTS, PROMPTS, make, reference
+from thinned import every
 from torch import Tensor
 
 from headrace.executor.adapters.peft_config import config_of
@@ -174,7 +175,7 @@ def made(model: str) -> tuple[Decoder | CpuDecoder, AdapterSlots]:
     return make(model, "program")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(3, CASES))
 def test_an_odd_adapter_is_computed_as_by_peft(case: str, tmp_path: Path) -> None:
     odd = CASES[case]
     models = PeftModels(reference(odd.model), tmp_path)

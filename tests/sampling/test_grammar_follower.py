@@ -272,14 +272,15 @@ def test_forms_that_are_not_used_any_more_are_forgotten_without_a_step(follower:
     matcher_of(follower, slow_form(0, 5000))
     process = following_process(follower)
     before = process.memory_info().rss
-    for nth in range(1, 16):
+    for nth in range(1, 9):
         matcher_of(follower, slow_form(nth, 5000))
-    assert process.memory_info().rss < before + (15 << 20), "together they take 25 MiB"
+    assert process.memory_info().rss < before + (8 << 20), "together they take 13 MiB"
 
 
+@pytest.mark.system
 def test_forms_that_take_long_are_compiled_again_after_the_process_was_killed(own_follower: Follower) -> None:
     """Together they take longer than one message may."""
-    matchers = [matcher_of(own_follower, slow_form(nth, 12500)) for nth in range(8)]
+    matchers = [matcher_of(own_follower, slow_form(nth, 12500)) for nth in range(12)]
     following_process(own_follower).kill()
     (a,) = tokens_of("a")
     taken = advance(own_follower, [(each, a) for each in matchers])

@@ -12,6 +12,7 @@ import pytest
 from simulation.engines import EngineShape, SimulatedEngine
 from simulation.virtual_time import run_virtually
 from simulation.world import EngineSource
+from thinned import every
 
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.checks import check
@@ -95,7 +96,7 @@ async def fleet_of(num_frontends: int = 1) -> AsyncIterator[Fleet]:
 
 
 @pytest.mark.parametrize("num_frontends", [pytest.param(1, marks=pytest.mark.system), 2])
-@pytest.mark.parametrize(("num_tokens", "every_s"), [(6, 0.5), (6, 3.0), (32, 3.0), (128, 4.0)])
+@pytest.mark.parametrize(("num_tokens", "every_s"), every(3, [(6, 0.5), (6, 3.0), (32, 3.0), (128, 4.0)]))
 def test_an_engine_that_was_stopped_again_and_again_gets_its_part_half_a_minute_later(
     num_frontends: int, num_tokens: int, every_s: float
 ) -> None:
