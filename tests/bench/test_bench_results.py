@@ -299,6 +299,7 @@ def test_a_busy_machine_is_named() -> None:
     assert differences(quiet, busy) == ["a busy machine: load 7.5 on 2 threads when new began; figures vary more"]
 
 
+@pytest.mark.system
 def test_points_of_a_sweep_whose_names_make_one_file_name_have_results_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 from http_server import Server, serving
 from server_here import serving_here
+from thinned import every
 
 from headrace.core.options.option import Secret
 from headrace.frontend.bench.options import ResultOptions
@@ -85,7 +86,7 @@ def test_names_that_vllms_command_lines_have_pass_and_requests_are_numbered(
     assert "--enforce-eager is no option of this command, but of another" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["round-robin", "random"])
+@pytest.mark.parametrize("how", every(2, ["random", "round-robin"]))
 def test_requests_are_spread_over_adapters(how: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     asked = ("--num-prompts", "12", *SHORT, "--lora-modules", "sql", "chat", "--lora-assignment", how, "--seed", "3")
     orders = []

@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from quantisation_configs import CONFIGS, FUSED, Described
 from quantised_checkpoints import write
+from thinned import every
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
@@ -53,7 +54,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return folder
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=every(2, CONFIGS))
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

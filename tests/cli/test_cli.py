@@ -286,6 +286,7 @@ def test_the_demo_streams_an_answer_and_then_its_figures(demo_model_path: Path) 
         assert part in figures_line
 
 
+@pytest.mark.system
 @pytest.mark.demo_model
 def test_complete_continues_the_text_as_it_is(demo_model_path: Path) -> None:
     arguments = ("complete", "The capital of France is", "--max-tokens", "6", "--temperature", "0", "--stop", ".")

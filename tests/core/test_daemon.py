@@ -225,6 +225,7 @@ def test_a_slot_in_use_is_refused_and_keeps_its_request(shared_engine):
         assert sum(len(m.slots) for m in client.heard if isinstance(m, StepOutputs)) == 200
 
 
+@pytest.mark.system
 def test_an_idle_core_uses_no_processor_time():
     with engine() as (child, address), WireClient(address) as client:
         client.add(1, [5], max_tokens=4)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from thinned import every
 
 from headrace.kernels.cpu import build, compiler, units
 from headrace.kernels.cpu.compiler import BASE_FLAGS, compile_library, file_name, find_compiler, levels, sources_key
@@ -198,7 +199,7 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize("opened", every(4, OPENED))
 def test_a_library_that_others_can_have_written_is_not_loaded(
     folder: Path, caplog: pytest.LogCaptureFixture, opened: str
 ) -> None:
@@ -211,7 +212,7 @@ def test_a_library_that_others_can_have_written_is_not_loaded(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-@pytest.mark.parametrize("what", ["the file", "its folder", "a folder above"])
+@pytest.mark.parametrize("what", every(3, ["the file", "its folder", "a folder above"]))
 def test_a_library_of_another_user_is_not_loaded(folder: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     path = Path(build.build("native", folder).path)
     os.chown({"the file": path, "its folder": path.parent, "a folder above": path.parents[1]}[what], 12345, -1)
@@ -304,7 +305,7 @@ def test_packed_weights_alone_need_their_library(monkeypatch: pytest.MonkeyPatch
         linear.pack(linear.quantise(weight, 8))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "emptied"])
+@pytest.mark.parametrize("damage", every(3, ["truncated", "changed", "emptied"]))
 def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
     path = Path(build.build("native", folder).path)
     content = path.read_bytes()
@@ -495,10 +496,11 @@ OTHER_CPUS = (
 @pytest.mark.parametrize(
     "cpu",
     [
-        "-march=x86-64",
-        "-march=haswell -mno-fma",
         "-march=sapphirerapids",
-        *(pytest.param(cpu, marks=pytest.mark.system) for cpu in OTHER_CPUS),
+        *(
+            pytest.param(cpu, marks=pytest.mark.system)
+            for cpu in ("-march=x86-64", "-march=haswell -mno-fma", *OTHER_CPUS)
+        ),
     ],
 )
 def test_the_sources_compile_for_every_mixture_of_features(tmp_path: Path, cpu: str) -> None:

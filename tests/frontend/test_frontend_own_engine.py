@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from patience import within
+from thinned import every
 
 from headrace import (
     LLM,
@@ -148,14 +149,17 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return status, errors
 
 
-@pytest.mark.parametrize("rest", ["", "next(llm.stream([5], SamplingParams(max_tokens=9999)))\n", "del llm\n"])
+@pytest.mark.parametrize(
+    "rest",
+    every(3, ["", "next(llm.stream([5], SamplingParams(max_tokens=9999)))\n", "del llm\n"]),
+)
 def test_a_script_that_never_closes_leaves_no_engine(rest: str) -> None:
     process, engine_pid = run_script(rest)
     assert finish(process)[0] == 0
     wait_until_gone(engine_pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", every(3, [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
 def test_a_user_process_that_is_killed_takes_its_engine_along(number: signal.Signals) -> None:
     process, engine_pid = run_script(
         "s = llm.stream([5], SamplingParams(max_tokens=20000)); next(s); print('runs', flush=True); list(s)\n"

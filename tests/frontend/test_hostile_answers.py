@@ -87,20 +87,23 @@ def seconds_to_read(name: str, text: str, piece: int = SIZE) -> float:
 
 @pytest.mark.parametrize(
     ("name", "beginning", "endless"),
-    [
-        ("hermes", '<tool_call>{"name": "f", "arguments": ', "1"),
-        ("hermes", '<tool_call>{"arguments": ', "["),
-        ("hermes", "content", " "),
-        ("hermes", "", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
-        ("pythonic", "[f(a=", "["),
-        ("pythonic", "[f(a='", "x"),
-        ("pythonic", "[f(a='", "\\"),
-        ("functiongemma", "<start_function_call>call:f{a:", "1"),
-        ("functiongemma", "<start_function_call>call:f{a:", "{"),
-        ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=b>\n", "\n"),
-        ("glm45", "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>", "["),
-        ("openai", "<|channel|>", "analysis "),
-    ],
+    every(
+        2,
+        [
+            ("hermes", '<tool_call>{"name": "f", "arguments": ', "1"),
+            ("hermes", '<tool_call>{"arguments": ', "["),
+            ("hermes", "content", " "),
+            ("hermes", "", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+            ("pythonic", "[f(a=", "["),
+            ("pythonic", "[f(a='", "x"),
+            ("pythonic", "[f(a='", "\\"),
+            ("functiongemma", "<start_function_call>call:f{a:", "1"),
+            ("functiongemma", "<start_function_call>call:f{a:", "{"),
+            ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=b>\n", "\n"),
+            ("glm45", "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>", "["),
+            ("openai", "<|channel|>", "analysis "),
+        ],
+    ),
 )
 @pytest.mark.parametrize("piece", [PIECE, SIZE])
 def test_a_long_text_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(

@@ -92,6 +92,7 @@ def test_ten_thousand_adds_and_aborts_leave_nothing_behind(engine: Engine) -> No
         assert sizes[-1] - sizes[len(sizes) // 2] < 10 << 20
 
 
+@pytest.mark.system
 def test_thousands_of_requests_that_are_aborted_at_once_are_each_answered_once_and_leave_nothing(
     engine: Engine,
 ) -> None:

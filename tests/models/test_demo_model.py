@@ -101,6 +101,7 @@ def test_200_greedy_tokens_in_float32_are_those_of_transformers(exact: Any) -> N
     assert_is_transformers(exact, answers(MANY_TOKENS, dtype="float32"), MANY_TOKENS)
 
 
+@pytest.mark.system
 def test_packed_answers_begin_as_the_exact_ones_do(in_float32: list[RequestOutput]) -> None:
     alike = [tokens_of(a) == tokens_of(b) for a, b in zip(answers(), in_float32, strict=True)]
     assert sum(alike) >= 8, alike

@@ -121,8 +121,10 @@ world alone."""
 SAME_SHARES = {
     *("llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "opt_plain", "qwen2_window"),
     *("smollm3_window", "mixtral_window", "qwen3_moe_some_dense"),
+    *("llama", "mistral_window", "opt", "qwen2", "qwen3", "smollm3", "gemma3_capped_scaled"),
+    *("deepseek_v2_moe", "olmoe_gqa", "qwen2_moe_some_dense", "qwen3_moe"),
 }
-"""What differs from another in positions, windows or the order of layers, none of which ranks divide."""
+"""What differs from another in positions, windows, norms or the order of layers, none of which ranks divide."""
 
 
 def marked(name: str, computed_as: str, tp_size: int, pp_size: int) -> Any:

