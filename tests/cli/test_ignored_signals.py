@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thinned import every
 
 from headrace import connect
 
@@ -27,13 +28,16 @@ def ignored_by(pid: int) -> set[int]:
 
 @pytest.mark.parametrize(
     ("command", "ready"),
-    [
-        (("engine-core", "null", *NULL), r"ready at (\S+)"),
-        (("headrace", "serve", "null", *NULL, "--port", "0"), r"ready: (\S+)/v1"),
-        (("headrace", "serve", "null", *NULL, "--port", "0", "--api-server-count", "2"), r"ready: (\S+)/v1"),
-        (("headrace", "coordinator"), r"ready at (\S+)"),
-    ],
-    ids=["engine-core", "serve", "two processes", "coordinator"],
+    every(
+        2,
+        [
+            (("engine-core", "null", *NULL), r"ready at (\S+)"),
+            (("headrace", "serve", "null", *NULL, "--port", "0", "--api-server-count", "2"), r"ready: (\S+)/v1"),
+            (("headrace", "serve", "null", *NULL, "--port", "0"), r"ready: (\S+)/v1"),
+            (("headrace", "coordinator"), r"ready at (\S+)"),
+        ],
+    ),
+    ids=["engine-core", "two processes", "serve", "coordinator"],
 )
 def test_a_signal_that_is_ignored_at_the_start_stays_so(command: tuple[str, ...], ready: str) -> None:
     program = str(Path(sys.executable).with_name(command[0]))

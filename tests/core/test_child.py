@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from patience import still_alive
+from thinned import every
 from tqdm import tqdm
 
 from headrace.core.options.engine_options import Options
@@ -133,7 +134,7 @@ def test_a_child_that_hangs_in_mid_message_is_still_watched():
     assert not child.alive
 
 
-@pytest.mark.parametrize("how", ["open to others", "a file", "below a file"])
+@pytest.mark.parametrize("how", every(3, ["open to others", "a file", "below a file"]))
 def test_a_runtime_directory_that_cannot_be_used_is_told_and_the_childs_end_is_still_heard(
     how: str, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

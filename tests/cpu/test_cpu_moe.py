@@ -10,6 +10,7 @@ import pytest
 import torch
 from cpu_pools import ManyThreads
 from test_cpu_linear import random_rows
+from thinned import every
 from torch import Tensor
 
 from headrace.kernels import ops
@@ -102,7 +103,9 @@ def assert_linear_layers(experts: PackedExperts, x: Tensor, ids: Tensor, weights
 
 
 @pytest.mark.parametrize(
-    "types", [(name, name) for name in WEIGHT_TYPES] + [("Q4_K", "Q6_K"), ("F16", "Q8_0")], ids=str
+    "types",
+    every(3, [((name, name),) for name in WEIGHT_TYPES] + [(("Q4_K", "Q6_K"),), (("F16", "Q8_0"),)]),
+    ids=str,
 )
 def test_every_type_multiplies_as_its_linear_layers_do(used: Runtime, types: tuple[str, str]) -> None:
     experts = make_experts(types, 5, 256, 256, used)

@@ -111,7 +111,7 @@ def test_a_host_without_http_drains_as_long_as_one_with_it(told: str) -> None:
     ("arguments", "ranks"),
     [
         (("-dp", "4", "-dpl", "2", "-dpr", "2", "-dph", "-dpa", "10.0.0.1"), [2, 3]),
-        (("-dp", "4", "-dpn", "2"), [2]),
+        pytest.param(("-dp", "4", "-dpn", "2"), [2], marks=pytest.mark.system),
         (("-dp", "4", "-dpn", "0", "-dpe"), [0]),
     ],
     ids=["hybrid", "external", "external by its flag"],

@@ -13,6 +13,7 @@ from example_tools import NOW, weather
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from family_answers import MINIMAX, V3, WAYS, Way, dsml
 from read_answers import Read, read
+from thinned import every
 
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.declaration import load_format
@@ -356,7 +357,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "answer", "content", "calls"), CASES)
+@pytest.mark.parametrize(("name", "answer", "content", "calls"), every(2, CASES))
 def test_a_slip_is_read_as_what_was_meant(name: str, answer: str, content: str, calls: list[tuple[str, Any]]):
     """Whole, and character by character. None for arguments that are broken themselves."""
     for pieces in ([answer], answer):

@@ -35,64 +35,75 @@ def clients() -> Iterator[tuple[httpx.Client, httpx.Client]]:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(RICH), min_size=1, max_size=20)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(
-    text=TEXT,
-    is_parrot=st.booleans(),
-    stops=st.integers(0, 3),
-    logprobs=st.sampled_from([None, 0, 2]),
-    data=st.data(),
-)
-def test_stream_and_whole_are_the_same(clients, text, is_parrot, stops, logprobs, data):
+@pytest.mark.parametrize("num_examples", [15, pytest.param(60, marks=pytest.mark.system)])
+def test_stream_and_whole_are_the_same(clients, num_examples):
     """With stop strings cut out of the output itself at every place."""
-    client = clients[0 if is_parrot else 1]
-    body: dict[str, Any] = {"prompt": text, "max_tokens": 40, "seed": 1, "logprobs": logprobs, "return_token_ids": True}
-    free = ask(client, COMPLETIONS, **body)["choices"][0]["text"]
-    if is_parrot:
-        assert (text * 40).startswith(free.rstrip("\ufffd"))
-    starts = data.draw(st.lists(st.integers(0, max(0, len(free) - 1)), min_size=stops, max_size=stops))
-    cut = [free[start : start + data.draw(st.integers(1, 6))] for start in starts]
-    body["stop"] = [stop for stop in cut if stop] or None
-    body["include_stop_str_in_output"] = data.draw(st.booleans())
-    whole = ask(client, COMPLETIONS, **body)
-    events = stream(client, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
-    choices = [event["choices"][0] for event in events[:-1]]
-    (choice,) = whole["choices"]
-    assert "".join(each["text"] for each in choices) == choice["text"]
-    assert joined(each["token_ids"] for each in choices) == choice["token_ids"]
-    assert choices[-1]["finish_reason"] == choice["finish_reason"]
-    assert choices[-1]["stop_reason"] == choice["stop_reason"]
-    assert events[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
-    if logprobs is not None:
-        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert joined(each["logprobs"][field] for each in choices) == choice["logprobs"][field]
-    if body["stop"] and not body["include_stop_str_in_output"]:
-        assert choice["finish_reason"] == "stop"
-        assert not any(stop in choice["text"] for stop in body["stop"])
+
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        text=TEXT,
+        is_parrot=st.booleans(),
+        stops=st.integers(0, 3),
+        logprobs=st.sampled_from([None, 0, 2]),
+        data=st.data(),
+    )
+    def check(text, is_parrot, stops, logprobs, data):
+        client = clients[0 if is_parrot else 1]
+        body: dict[str, Any] = {
+            "prompt": text,
+            "max_tokens": 40,
+            "seed": 1,
+            "logprobs": logprobs,
+            "return_token_ids": True,
+        }
+        free = ask(client, COMPLETIONS, **body)["choices"][0]["text"]
+        if is_parrot:
+            assert (text * 40).startswith(free.rstrip("\ufffd"))
+        starts = data.draw(st.lists(st.integers(0, max(0, len(free) - 1)), min_size=stops, max_size=stops))
+        cut = [free[start : start + data.draw(st.integers(1, 6))] for start in starts]
+        body["stop"] = [stop for stop in cut if stop] or None
+        body["include_stop_str_in_output"] = data.draw(st.booleans())
+        whole = ask(client, COMPLETIONS, **body)
+        events = stream(client, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+        choices = [event["choices"][0] for event in events[:-1]]
+        (choice,) = whole["choices"]
+        assert "".join(each["text"] for each in choices) == choice["text"]
+        assert joined(each["token_ids"] for each in choices) == choice["token_ids"]
+        assert choices[-1]["finish_reason"] == choice["finish_reason"]
+        assert choices[-1]["stop_reason"] == choice["stop_reason"]
+        assert events[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
+        if logprobs is not None:
+            for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert joined(each["logprobs"][field] for each in choices) == choice["logprobs"][field]
+        if body["stop"] and not body["include_stop_str_in_output"]:
+            assert choice["finish_reason"] == "stop"
+            assert not any(stop in choice["text"] for stop in body["stop"])
+
+    check()
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(text=TEXT, is_parrot=st.booleans(), top=st.sampled_from([None, 0, 2]), n=st.integers(1, 2))
-def test_a_streamed_chat_is_the_whole_one(clients, text, is_parrot, top, n):
-    client = clients[0 if is_parrot else 1]
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 30, "seed": 1, "n": n}
-    body |= {"temperature": 1.0, "return_token_ids": True}
-    if top is not None:
-        body |= {"logprobs": True, "top_logprobs": top}
-    whole = ask(client, CHAT, **body)
-    choices = [event["choices"][0] for event in stream(client, CHAT, body)]
-    for expected in whole["choices"]:
-        mine = [choice for choice in choices if choice["index"] == expected["index"]]
-        assert "".join(choice["delta"].get("content") or "" for choice in mine) == expected["message"]["content"]
-        assert joined(choice.get("token_ids") or [] for choice in mine) == expected["token_ids"]
-        assert mine[-1]["finish_reason"] == expected["finish_reason"]
+@pytest.mark.parametrize("num_examples", [8, pytest.param(30, marks=pytest.mark.system)])
+def test_a_streamed_chat_is_the_whole_one(clients, num_examples):
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(text=TEXT, is_parrot=st.booleans(), top=st.sampled_from([None, 0, 2]), n=st.integers(1, 2))
+    def check(text, is_parrot, top, n):
+        client = clients[0 if is_parrot else 1]
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 30, "seed": 1, "n": n}
+        body |= {"temperature": 1.0, "return_token_ids": True}
         if top is not None:
-            told = joined(choice["logprobs"]["content"] for choice in mine if choice["logprobs"])
-            assert told == expected["logprobs"]["content"]
+            body |= {"logprobs": True, "top_logprobs": top}
+        whole = ask(client, CHAT, **body)
+        choices = [event["choices"][0] for event in stream(client, CHAT, body)]
+        for expected in whole["choices"]:
+            mine = [choice for choice in choices if choice["index"] == expected["index"]]
+            assert "".join(choice["delta"].get("content") or "" for choice in mine) == expected["message"]["content"]
+            assert joined(choice.get("token_ids") or [] for choice in mine) == expected["token_ids"]
+            assert mine[-1]["finish_reason"] == expected["finish_reason"]
+            if top is not None:
+                told = joined(choice["logprobs"]["content"] for choice in mine if choice["logprobs"])
+                assert told == expected["logprobs"]["content"]
+
+    check()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])

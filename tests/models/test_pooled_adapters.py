@@ -16,6 +16,7 @@ from peft_adapters import PeftModels
 from safetensors.torch import load_file, save_file
 from server_here import serving_here
 from test_encoders import prompts_of
+from thinned import every
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
 from headrace import LLM, HeadraceError, LoRARequest, PoolingParams, RequestFailedError
@@ -65,7 +66,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "end", "config"), CASES)
+@pytest.mark.parametrize(("name", "end", "config"), every(2, CASES))
 def test_classes_are_those_of_the_adapters_own_classifier(
     name: str, end: str, config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from headrace.frontend.http.apis import found
 from headrace.frontend.http.apis.development.routes import ROUTES as DEVELOPMENT_ROUTES
 from headrace.frontend.http.apis.scaling.routes import ROUTES as SCALING_ROUTES
@@ -16,6 +14,5 @@ ROUTES = tuple(route for route in ALL_ROUTES if route not in (*SCALING_ROUTES, *
 """Those that change no server."""
 
 
-@cache
 def document_of(*routes: RouteSpec) -> bytes:
     return document(routes, "", bodies=BODIES)
