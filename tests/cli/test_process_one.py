@@ -112,6 +112,7 @@ def test_a_server_as_process_one_sees_how_its_engines_end() -> None:
         assert outer.returncode == 70, told
 
 
+@pytest.mark.system
 def test_a_batch_as_process_one_ends_with_its_status(tmp_path: Path) -> None:
     body = {"model": "null", "prompt": [5, 6], "max_tokens": 3}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}

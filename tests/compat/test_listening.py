@@ -160,6 +160,7 @@ def test_a_unix_socket_answers_as_a_port_does(address: str, tmp_path: Path) -> N
     assert not path.exists()
 
 
+@pytest.mark.system
 # tests/entrypoints/launchers/api_server/test_multi_api_servers.py, test_shutdown.py::test_multi_api_server_shutdown
 def test_several_processes_answer_alike_and_leave_none_behind(address: str) -> None:
     with serving("--engine", address, "--api-server-count", "2", attached=True) as server:

@@ -97,6 +97,7 @@ def test_what_cannot_be_asked_for_is_refused_in_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.system
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu_nothing_of_all_is_started(
     load: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path

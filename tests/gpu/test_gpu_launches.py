@@ -27,15 +27,16 @@ OF_STATES = {
 """Kernels of models that keep states."""
 
 
-def test_what_serving_launches_was_compiled_at_the_start() -> None:
+@pytest.mark.parametrize("models", [MODELS[::3], pytest.param(MODELS, marks=pytest.mark.system)], ids=["some", "all"])
+def test_what_serving_launches_was_compiled_at_the_start(models: tuple[str, ...]) -> None:
     """In a process of its own, which triton has not been told to interpret in."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT / 'tests' / 'support'}:{ROOT / 'benchmarks'}"
-    command = [sys.executable, str(ROOT / "tests" / "support" / "gpu_launches.py"), *MODELS]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "gpu_launches.py"), *models]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     reports = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [report["name"] for report in reports] == list(MODELS)
+    assert [report["name"] for report in reports] == list(models)
     for report in reports:
         launched = report["forms"]["start"]
         assert {"norm_kernel", "chunk_kernel"} <= set(launched)

@@ -433,6 +433,7 @@ def test_a_batch_is_taken_over_once_and_not_for_ever(tmp_path: Path):
     asyncio.run(see())
 
 
+@pytest.mark.system
 def test_processes_of_a_server_share_files_and_batches(tmp_path: Path):
     """Each connection comes to one of two processes; one of them runs the batch, and any of them ends it."""
     arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096")

@@ -442,6 +442,7 @@ def test_attached_servers_leave_the_engine_running_and_share_its_load():
             assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.system
 def test_of_two_engines_the_one_that_lives_is_named_and_serves():
     with serving("--served-model-name", "A") as first, serving("--served-model-name", "B") as second:
         engines = [option for each in (first, second) for option in ("--engine", address_of_engine(each))]

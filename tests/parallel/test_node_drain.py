@@ -87,6 +87,7 @@ def test_hosts_meet_at_addresses_of_either_kind(address, stack, ipv6):
     assert hosts.node.wait(within(30)) == 0
 
 
+@pytest.mark.system
 def test_a_node_that_is_told_alone_has_its_engine_finish_what_runs(stack):
     hosts = Hosts(stack, "-tp", "2")
     hosts.node.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ from simulation.policies import POLICIES
 SMALL = Conversations(num_engines=4, num_frontends=2, num_users=320, seconds=24.0)
 
 
+@pytest.mark.system
 def test_turns_find_what_was_computed_before_and_the_work_is_even() -> None:
     ours, others = converse("headrace", 0, SMALL), [converse(each, 0, SMALL) for each in POLICIES if each != "headrace"]
     assert ours.share >= 0.95

@@ -117,7 +117,7 @@ def case_tokens_of_gemma2(folder: Path) -> None:
     tokens_of(folder / "gemma2")
 
 
-def case_tokens_of_llama_with_dynamic_rotary_scaling(folder: Path) -> None:
+def long_case_tokens_of_llama_with_dynamic_rotary_scaling(folder: Path) -> None:
     tokens_of(folder / "llama_dynamic")
 
 
@@ -198,7 +198,7 @@ def long_case_int8_weights_and_cache(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", **options)
 
 
-def case_int4_weights(folder: Path) -> None:
+def long_case_int4_weights(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", quantization="int4", quantization_group_size=32)
 
 
@@ -349,7 +349,7 @@ def case_an_engine_that_speculates(folder: Path) -> None:
 
 
 def case_an_engine_with_states_in_little_memory(folder: Path) -> None:
-    run_in_little_memory(folder, ("lfm2", "mamba2"))
+    run_in_little_memory(folder, ["lfm2"])
 
 
 def long_case_every_engine_with_states_in_little_memory(folder: Path) -> None:
@@ -366,10 +366,6 @@ def run_in_little_memory(folder: Path, models: Iterable[str]) -> None:
         assert found["num_preemptions"] > 0 or model != "lfm2"
         assert found["num_cached"] > 0, model
         assert found["graphs"] > 1, model
-
-
-def case_an_engine_with_states_that_speculates(folder: Path) -> None:
-    run_with_drafts(folder, ["falcon_h1"])
 
 
 def long_case_every_engine_with_states_that_speculates(folder: Path) -> None:

@@ -47,7 +47,7 @@ def case_a_prompt_that_the_reference_expands() -> None:
     compare(lengths, 2, torch.float32)
 
 
-def case_scaled_caches() -> None:
+def long_case_scaled_caches() -> None:
     lengths = [(1, 40), (9, 50), (1, 0), (1, 5)]
     batch, cache, _ = make_batch(lengths, 16, 1, 28, torch.float32)
     query, up = inputs(lengths, 3, torch.float32)
