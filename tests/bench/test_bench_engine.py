@@ -65,6 +65,7 @@ def test_throughput_runs_the_workload_once(tmp_path: Path, capsys: pytest.Captur
     assert "20 requests, 120 tokens in, 80 out" in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_startup_is_told_by_phase_cold_and_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = bench(
         tmp_path, "startup", *NULL, "--num-iters-cold", "1", "--num-iters-warm", "1", "--num-iters-warmup", "0",

@@ -231,7 +231,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("cause", FAULTS)
+@pytest.mark.parametrize("cause", every(2, FAULTS))
 def test_a_fault_is_counted_by_its_cause(cause: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with fake.FakeServer(FAULTS[cause]) as server:
         arguments = ("--base-url", server.url, "--num-prompts", "3", *SHORT, "--stall-timeout", "0.4")
@@ -357,36 +357,39 @@ def test_a_bound_on_concurrency_tells_the_wait_apart(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        (("--request-rate", "0"), "--request-rate=0: it must be over 0"),
-        (("--request-rate", "-3"), "--request-rate=-3: it must be over 0"),
-        (("--request-rate", "nan"), "--request-rate=nan"),
-        (("--request-rate", "fast"), "it must be a number"),
-        (("--burstiness", "0"), "--burstiness=0: it must be over 0"),
-        (("--ramp-up-strategy", "linear"), "a ramp needs all of"),
-        (
-            ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "0", "--ramp-up-end-rps", "5"),
-            "--ramp-up-start-rps=0: it must be over 0",
-        ),
-        (("--self-timed",), "--self-timed needs a file with times"),
-        (("--num-prompts", "0"), "at least 1 request"),
-        (("--goodput", "itl:5"), "--goodput itl:5: it must be NAME:MILLISECONDS"),
-        (("--goodput", "ttft"), "--goodput ttft: it must be NAME:MILLISECONDS"),
-        (("--metric-percentiles", "50,200"), "--metric-percentiles=50,200"),
-        (("--percentile-metrics", "speed"), "speed is unknown"),
-        (("--header", "nonsense"), "--header (hidden): it must be KEY=VALUE"),
-        (("--base-url", "localhost:80"), "it must be like http://127.0.0.1:8000"),
-        (("--base-url", "http://localhost:99999"), "--base-url=http://localhost:99999"),
-        (("--tokenizer", "/nowhere"), "it must be a folder with a tokenizer.json"),
-        (("--extra-body", '{"prompt": "x"}'), "prompt is what the benchmark sets itself"),
-        (("--dataset-name", "sharegpt"), "give --dataset-path"),
-        (("--dataset-name", "cat"), "it must be one of"),
-        (("--backend", "vllm-rerank"), "which random-rerank has alone"),
-        (("--dataset-name", "random-rerank"), "which random-rerank has alone"),
-        (("--random-batch-size", "2"), "a request of --backend openai has one prompt"),
-        (("--backend", "vllm-pooling", "--temperature", "0"), "--temperature is of sampling"),
-        (("--backend", "openai-embeddings", "--ignore-eos"), "--ignore-eos is of sampling"),
-    ],
+    every(
+        2,
+        [
+            (("--request-rate", "0"), "--request-rate=0: it must be over 0"),
+            (("--request-rate", "-3"), "--request-rate=-3: it must be over 0"),
+            (("--request-rate", "nan"), "--request-rate=nan"),
+            (("--request-rate", "fast"), "it must be a number"),
+            (("--burstiness", "0"), "--burstiness=0: it must be over 0"),
+            (("--ramp-up-strategy", "linear"), "a ramp needs all of"),
+            (
+                ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "0", "--ramp-up-end-rps", "5"),
+                "--ramp-up-start-rps=0: it must be over 0",
+            ),
+            (("--self-timed",), "--self-timed needs a file with times"),
+            (("--num-prompts", "0"), "at least 1 request"),
+            (("--goodput", "itl:5"), "--goodput itl:5: it must be NAME:MILLISECONDS"),
+            (("--goodput", "ttft"), "--goodput ttft: it must be NAME:MILLISECONDS"),
+            (("--metric-percentiles", "50,200"), "--metric-percentiles=50,200"),
+            (("--percentile-metrics", "speed"), "speed is unknown"),
+            (("--header", "nonsense"), "--header (hidden): it must be KEY=VALUE"),
+            (("--base-url", "localhost:80"), "it must be like http://127.0.0.1:8000"),
+            (("--base-url", "http://localhost:99999"), "--base-url=http://localhost:99999"),
+            (("--tokenizer", "/nowhere"), "it must be a folder with a tokenizer.json"),
+            (("--extra-body", '{"prompt": "x"}'), "prompt is what the benchmark sets itself"),
+            (("--dataset-name", "sharegpt"), "give --dataset-path"),
+            (("--dataset-name", "cat"), "it must be one of"),
+            (("--backend", "vllm-rerank"), "which random-rerank has alone"),
+            (("--dataset-name", "random-rerank"), "which random-rerank has alone"),
+            (("--random-batch-size", "2"), "a request of --backend openai has one prompt"),
+            (("--backend", "vllm-pooling", "--temperature", "0"), "--temperature is of sampling"),
+            (("--backend", "openai-embeddings", "--ignore-eos"), "--ignore-eos is of sampling"),
+        ],
+    ),
 )
 def test_a_wrong_command_line_is_one_sentence(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]

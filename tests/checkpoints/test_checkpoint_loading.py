@@ -237,6 +237,7 @@ def test_a_strategy_for_other_files_than_safetensors_is_refused(tmp_path: Path) 
         open_folder(model, safetensors_load_strategy="prefetch", load_format="dummy")
 
 
+@pytest.mark.system
 def test_an_engine_process_makes_random_weights(tmp_path: Path) -> None:
     folder = tiny_models.save("llama_biases", tmp_path / "model")
     (folder / "model.safetensors").unlink()

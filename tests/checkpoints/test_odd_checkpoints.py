@@ -18,6 +18,7 @@ from model_driver import Driver
 from multimodal_models import MULTIMODAL
 from safetensors.torch import load_file, save_file
 from test_checkpoint import in_two, open_folder, stored_state, write_index
+from thinned import every
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -170,7 +171,7 @@ def as_published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*itertools.product(MULTIMODAL, (as_saved, as_in_memory)), ("hyperclova x think", as_published)],
+    every(3, [*itertools.product(MULTIMODAL, (as_saved, as_in_memory)), ("hyperclova x think", as_published)]),
 )
 def test_the_language_model_of_a_multimodal_checkpoint_is_served(
     name: str, layout: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path

@@ -548,45 +548,63 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
 
 @pytest.mark.parametrize(
     ("case", "part", "tensor", "message"),
-    [
-        ("fp8 matrix", "weight_scale", None, f"weights of {Q_PROJ} lack {Q_PROJ}.weight_scale; their scheme is fp8"),
-        (
-            "fp8 blocks",
-            "weight_scale_inv",
-            torch.ones(1, 1),
-            r"scales are \[1, 1\], and \[64, 64\] in blocks of 32 x 64",
-        ),
-        (
-            "fp8 rows",
-            "weight_scale",
-            torch.ones(3),
-            r"scales are \[3\]; \[64, 64\] needs one, or one for each row",
-        ),
-        ("fp8 rows", "weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn), "hold NaN"),
-        ("modelopt nvfp4", "weight_scale_2", None, f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.weight_scale_2"),
-        (
-            "compressed W4A16",
-            "weight_scale",
-            torch.ones(64, 3).half(),
-            r"scales are \[64, 3\], and \[64, 64\] in groups",
-        ),
-        (
-            "quark int4",
-            "weight_scale",
-            torch.ones(3, 64),
-            r"scales are \[3, 64\], and \[64, 64\] in groups of 32",
-        ),
-        ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is \[3, 32\], and \[64, 64\] of 4 bits in"),
-        ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
-        ("hqq 4 bits", "axis", torch.tensor(0), "its own axis is 0, and the config's is 1"),
-        ("hqq 4 bits", "nbits", torch.tensor(8), "its own nbits is 8, and the config's is 4"),
-        ("hqq 4 bits", "group_size", torch.tensor([64]), r"its own group_size is \[64\], and the config's is 32"),
-        ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
-        ("compressed W8A8 static", "input_scale", None, f"lack {Q_PROJ}.input_scale"),
-        ("compressed W8A8 static", "input_scale", torch.zeros(1), r"the scale of its inputs is 0\.0; a number above 0"),
-        ("bitsandbytes nf4", "weight.absmax", None, f"lack {Q_PROJ}.weight.absmax"),
-        ("bitsandbytes nf4", "weight", torch.zeros(9, 1).byte(), r"9 bytes cannot be \[64, 64\] codes of 4 bits"),
-    ],
+    every(
+        2,
+        [
+            (
+                "fp8 matrix",
+                "weight_scale",
+                None,
+                f"weights of {Q_PROJ} lack {Q_PROJ}.weight_scale; their scheme is fp8",
+            ),
+            (
+                "fp8 blocks",
+                "weight_scale_inv",
+                torch.ones(1, 1),
+                r"scales are \[1, 1\], and \[64, 64\] in blocks of 32 x 64",
+            ),
+            (
+                "fp8 rows",
+                "weight_scale",
+                torch.ones(3),
+                r"scales are \[3\]; \[64, 64\] needs one, or one for each row",
+            ),
+            ("fp8 rows", "weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn), "hold NaN"),
+            (
+                "modelopt nvfp4",
+                "weight_scale_2",
+                None,
+                f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.weight_scale_2",
+            ),
+            (
+                "compressed W4A16",
+                "weight_scale",
+                torch.ones(64, 3).half(),
+                r"scales are \[64, 3\], and \[64, 64\] in groups",
+            ),
+            (
+                "quark int4",
+                "weight_scale",
+                torch.ones(3, 64),
+                r"scales are \[3, 64\], and \[64, 64\] in groups of 32",
+            ),
+            ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is \[3, 32\], and \[64, 64\] of 4 bits in"),
+            ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
+            ("hqq 4 bits", "axis", torch.tensor(0), "its own axis is 0, and the config's is 1"),
+            ("hqq 4 bits", "nbits", torch.tensor(8), "its own nbits is 8, and the config's is 4"),
+            ("hqq 4 bits", "group_size", torch.tensor([64]), r"its own group_size is \[64\], and the config's is 32"),
+            ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
+            ("compressed W8A8 static", "input_scale", None, f"lack {Q_PROJ}.input_scale"),
+            (
+                "compressed W8A8 static",
+                "input_scale",
+                torch.zeros(1),
+                r"the scale of its inputs is 0\.0; a number above 0",
+            ),
+            ("bitsandbytes nf4", "weight.absmax", None, f"lack {Q_PROJ}.weight.absmax"),
+            ("bitsandbytes nf4", "weight", torch.zeros(9, 1).byte(), r"9 bytes cannot be \[64, 64\] codes of 4 bits"),
+        ],
+    ),
 )
 def test_each_format_names_tensors_that_do_not_fit(
     case: str, part: str, tensor: Tensor | None, message: str, tmp_path: Path

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import tiny_models
 from test_tokenizer_bundle import TEXTS, auto_tokenizer, bundle_of, ids_of, load_without_transformers
+from thinned import every
 from tokenizers import Tokenizer
 
 from headrace.executor.checkpoints.tokenizers import sentencepiece_files
@@ -70,7 +71,7 @@ def processor(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "NoSuchTokenizer"}], ids=str
+    "config", every(2, [{}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "NoSuchTokenizer"}]), ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_become_sentencepieces_own_tokens(

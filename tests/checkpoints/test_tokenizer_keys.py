@@ -593,6 +593,7 @@ def test_keys_of_a_gguf_tokenizer_that_cannot_be_followed_are_refused(
         bundle_of(path)
 
 
+@pytest.mark.system
 def test_each_field_of_a_sentencepiece_model_counts_or_is_known_not_to(tmp_path: Path, private_cache: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXTS, tiny_models.TRAINING_TEXT] * 4), model_prefix=str(tmp_path / "it"),

@@ -13,6 +13,7 @@ import pytest
 from fake_core import FakeCore, MemoryCore, memory_core, zmq_core
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from terminal import on_terminal
+from thinned import every
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli.commands.chat import Chat
@@ -96,17 +97,20 @@ def test_params_are_shown_set_and_set_back(session: Session, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("/params temprature 1", "unknown parameter 'temprature'; did you mean 'temperature'?"),
-        ("/params temperature -1", "temperature = -1: must be at least 0"),
-        ("/params temperature hot", "temperature = 'hot': must be a number"),
-        ("/params n 2", "unknown parameter 'n'"),
-        ("/params seed", "seed is None"),
-        ("/hlep", "there is no command /hlep; /help lists them"),
-        ("/save", "needs the name of a file"),
-        ("/save /nowhere/at/all", "cannot write /nowhere/at/all: no such file or directory"),
-        ("broken \udcff", "not valid UTF-8"),
-    ],
+    every(
+        2,
+        [
+            ("/params temprature 1", "unknown parameter 'temprature'; did you mean 'temperature'?"),
+            ("/params temperature -1", "temperature = -1: must be at least 0"),
+            ("/params temperature hot", "temperature = 'hot': must be a number"),
+            ("/params n 2", "unknown parameter 'n'"),
+            ("/params seed", "seed is None"),
+            ("/hlep", "there is no command /hlep; /help lists them"),
+            ("/save", "needs the name of a file"),
+            ("/save /nowhere/at/all", "cannot write /nowhere/at/all: no such file or directory"),
+            ("broken \udcff", "not valid UTF-8"),
+        ],
+    ),
 )
 def test_a_bad_line_is_told_in_a_sentence_and_changes_nothing(session: Session, line: str, words: str) -> None:
     with pytest.raises(HeadraceError) as caught:

@@ -163,6 +163,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(server):
         assert (program.returncode, said) == expected[command], command
 
 
+@pytest.mark.system
 def test_ctrl_c_ends_every_command_without_a_traceback(tmp_path):
     (tmp_path / "in").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5], "ignore_eos": true, '

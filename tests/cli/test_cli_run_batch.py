@@ -352,6 +352,7 @@ def test_it_starts_an_engine_of_its_own_and_leaves_nothing_behind(runtime_direct
     assert len(by_id(tmp_path / "out.jsonl")) == 20
 
 
+@pytest.mark.system
 def test_a_run_outlives_one_of_its_engines_which_all_have_a_share(runtime_directory: Path, tmp_path: Path) -> None:
     asked = {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
     lines = [line(f"r{each}", prompt=[5, each], seed=each, **asked) for each in range(12)]

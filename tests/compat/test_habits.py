@@ -23,6 +23,7 @@ import numpy
 import openai
 import pytest
 from http_server import Server
+from thinned import every
 from tqdm import tqdm
 
 from headrace import LLM, AsyncLLM, EngineArgs, EngineDeadError, InvalidRequestError, SamplingParams
@@ -69,7 +70,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize(("what", "line"), HABITS, ids=[what for what, _ in HABITS])
+@pytest.mark.parametrize(("what", "line"), every(2, HABITS), ids=[what for what, _ in HABITS])
 def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM, client: openai.OpenAI) -> None:
     names: dict[str, Any] = {
         "LLM": LLM,

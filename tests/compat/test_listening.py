@@ -181,6 +181,7 @@ def test_several_processes_answer_alike_and_leave_none_behind(address: str) -> N
     wait_until(lambda: not any(child.is_running() for child in children), 30, "the end of all processes")
 
 
+@pytest.mark.system
 # tests/entrypoints/launchers/test_shutdown.py: wait_timeout, abort_timeout, request_rejection
 @pytest.mark.parametrize("timeout_s", every(2, ["30", "0"]))
 def test_a_shutdown_waits_for_its_time_out_and_no_longer(timeout_s: str) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from patience import wait_until
 from source_tree import PYTHONPATH
+from thinned import every
 from wire_client import WireClient, request_message
 
 from headrace.core.options.engine_options import Options
@@ -421,12 +422,15 @@ def test_a_daemon_serves_tcp_on_loopback_and_publishes_the_port_it_bound():
 
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
-    [
-        (["--address", "tcp://0.0.0.0:5555"], 1, "no loopback address"),
-        (["--address", "nonsense"], 1, "use ipc:///path/to/socket or tcp://HOST:PORT"),
-        (["--max-num-sequences", "3"], 2, "max-num-seqs"),
-        (["--hf-overrides", '{"no_such_field": 1}'], 1, "no_such_field"),
-    ],
+    every(
+        2,
+        [
+            (["--address", "tcp://0.0.0.0:5555"], 1, "no loopback address"),
+            (["--address", "nonsense"], 1, "use ipc:///path/to/socket or tcp://HOST:PORT"),
+            (["--max-num-sequences", "3"], 2, "max-num-seqs"),
+            (["--hf-overrides", '{"no_such_field": 1}'], 1, "no_such_field"),
+        ],
+    ),
 )
 def test_a_daemon_that_cannot_start_says_why_in_a_sentence(arguments, status, words):
     daemon = run_daemon(*arguments)

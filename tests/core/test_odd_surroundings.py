@@ -81,14 +81,17 @@ def test_an_engine_serves_though_its_address_cannot_be_printed() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        (sys.executable, "-c", "from headrace import LLM; LLM('null')"),
-        (sys.executable, "-c", "from headrace import LLM; LLM('null', in_process=True)"),
-        (installed("headrace"), "complete", "x"),
-        (installed("headrace"), "serve", "null", "--port", "0"),
-        (installed("headrace"), "save-sharded-state", "null", "-o", "x"),
-        (installed("engine-core"), "--help"),
-    ],
+    every(
+        2,
+        [
+            ((sys.executable, "-c", "from headrace import LLM; LLM('null')"),),
+            ((sys.executable, "-c", "from headrace import LLM; LLM('null', in_process=True)"),),
+            ((installed("headrace"), "complete", "x"),),
+            ((installed("headrace"), "serve", "null", "--port", "0"),),
+            ((installed("headrace"), "save-sharded-state", "null", "-o", "x"),),
+            ((installed("engine-core"), "--help"),),
+        ],
+    ),
     ids=["LLM", "in_process", "complete", "serve", "save-sharded-state", "engine-core"],
 )
 def test_the_client_alone_says_what_runs_models(command: tuple[str, ...], tmp_path: Path) -> None:

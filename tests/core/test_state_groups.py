@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from engine_parts import EOS, STATE, VOCAB_SIZE, SteppedClient, SteppedCore, make_plan
 from test_steady import Noting
-from thinned import pairs
+from thinned import every, pairs
 
 from headrace.core.options.cache_groups import longest_request, request_blocks
 from headrace.core.options.memory import fit_cache, ledger
@@ -81,7 +81,7 @@ def test_2000_prompts_that_share_369_tokens_hit_the_shared_part() -> None:
     assert min(cached[slot] for slot in range(1, 2000)) == 368
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", every(2, [True, False]))
 @pytest.mark.parametrize("windows", [(None, STATE), (STATE,), (None, 512, STATE)])
 def test_the_third_prompt_that_leaves_a_known_one_starts_where_it_leaves(
     windows: tuple[Any, ...], at_once: bool

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine_parts import SteppedCore, make_plan
 from test_steady import Noting
+from thinned import every
 
 from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.features.chosen import attached_kinds, features_of
@@ -156,7 +157,7 @@ def raising(hook: str, num_rows: int) -> StepFeature:
     return feature
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", every(2, [False, True]))
 @pytest.mark.parametrize(
     ("hook", "num_failed"),
     [

@@ -243,7 +243,7 @@ def test_scores_grow_at_later_positions(ops: CpuOps, dtype: torch.dtype, soft_ca
         assert (found.double() - expected).abs().max() < (4e-6 if dtype == torch.float32 else 0.04)
 
 
-@pytest.mark.parametrize("window", [1, 20, 140])
+@pytest.mark.parametrize("window", every(2, [1, 20, 140]))
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_that_a_window_has_passed_may_hold_anything(

@@ -105,7 +105,7 @@ FLOAT_SHAPES = [(1, 1, 1), (3, 17, 7), (2, 3, 33), (16, 192, 576), (70, 1000, 64
 BLOCK_SHAPES = [(1, 1, 32), (3, 17, 96), (2, 3, 576), (17, 192, 1536), (70, 1000, 256), (9, 33, 2048)]
 
 
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("x_dtype", every(2, [torch.bfloat16, torch.float16, torch.float32]))
 @pytest.mark.parametrize("type_name", list(FLOATS))
 def test_float_products_are_within_the_rounding_of_fp32_sums(
     runtime: Runtime, type_name: str, x_dtype: torch.dtype
@@ -121,7 +121,7 @@ def test_float_products_are_within_the_rounding_of_fp32_sums(
         assert ((got - exact).abs() <= (k + 2) * UNIT * magnitude).all(), (rows, n, k)
 
 
-@pytest.mark.parametrize("type_name", QUANTISED)
+@pytest.mark.parametrize("type_name", every(2, QUANTISED))
 def test_quantised_products_differ_by_the_rounding_of_x_to_two_bytes(runtime: Runtime, type_name: str) -> None:
     block = linear.WEIGHT_TYPES[type_name].block_size
     for rows, n, k in BLOCK_SHAPES:
@@ -265,7 +265,7 @@ def test_extreme_values_do_what_fp32_does(runtime: Runtime) -> None:
     assert torch.equal(dense.apply(x).isnan(), (x @ weight.T).isnan())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", every(2, [float("nan"), float("inf"), -float("inf")]))
 @pytest.mark.parametrize("type_name", sorted(linear.WEIGHT_TYPES))
 def test_an_input_that_is_not_finite_spoils_its_row_whatever_the_weights_type(
     runtime: Runtime, type_name: str, value: float

@@ -13,6 +13,7 @@ from model_driver import DictSource, Driver
 from rounded_cache import RoundedCache
 from test_cpu_decoder import LIMITS, relative_error
 from test_models import config_of, random_prompts, reference, reference_logits, state_of
+from thinned import every
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
@@ -158,7 +159,7 @@ def test_what_runs_op_by_op_refuses_what_programs_do(tmp_path: Path) -> None:
             executor.load(plan, lambda name: None)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", every(2, [8, 4]))
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("power", [24, -24, 12], ids=str)
 def test_a_model_whose_matrices_are_scaled_apart_answers_as_it_does_unscaled(name: str, bits: int, power: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import peft_adapters
+import pytest
 import tiny_models
 
 from headrace import LLM, LoRARequest, SamplingParams
@@ -38,6 +39,7 @@ def test_names_are_joined_and_levels_and_limits_are_not_summed() -> None:
     assert found.adapters == AdapterStats(max_loras=2, running=("a", "b"), waiting=("c",), num_loads=3)
 
 
+@pytest.mark.system
 def test_two_engines_that_sleep_with_adapters_say_so(tmp_path: Path) -> None:
     folder = str(tiny_models.save("llama", tmp_path / "model", tokenizer=True))
     adapter = LoRARequest("one", 1, str(peft_adapters.PeftModels(tiny_models.build("llama"), tmp_path).make("one")))

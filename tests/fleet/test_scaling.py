@@ -173,6 +173,7 @@ def test_no_engine_returns_that_was_to_be_restarted_when_it_was_removed() -> Non
             time.sleep(0.1)
 
 
+@pytest.mark.system
 def test_a_scaling_that_the_end_of_the_server_overtakes_says_so() -> None:
     with serving("-dp", "1", null_model={"load_delay_s": 3.0}) as server:
         with ThreadPoolExecutor(1) as pool, server.client() as client:
@@ -346,6 +347,7 @@ def test_streams_wait_for_engines_that_start_for_longer_than_they_are_remembered
             assert again.result(240) == expected
 
 
+@pytest.mark.system
 def test_two_scalings_at_once_both_end() -> None:
     with serving("-dp", "2", null_model={}) as server, ThreadPoolExecutor(2) as pool:
         wanted = [pool.submit(scale, server, size) for size in (3, 1)]

@@ -210,7 +210,7 @@ def test_a_strict_tool_leaves_the_text_free_and_holds_calls_to_their_schemas(spe
         assert not accepts(grammar, said, specials), said
 
 
-@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("name", every(2, WITH_CALLS))
 def test_every_format_has_a_strict_grammar(name):
     grammar = strict_grammar(name)
     assert accepts(grammar, "text, and (more)")
@@ -351,7 +351,7 @@ def test_grammars_admit_calls_as_the_family_writes_them_and_no_others(way: Way):
             assert not accepts(grammar, way.write(wrong), specials), way.write(wrong)
 
 
-@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("name", every(2, WITH_CALLS))
 def test_one_call_that_is_complete_ends_the_answer(name: str):
     llguidance = pytest.importorskip("llguidance")
     declared = load_format(name).calls

@@ -12,6 +12,7 @@ from family_answers import CALLS, PLAIN, STEP3, THINK, TOOLS, WAYS, kimi, listed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from read_answers import Read, parser_of, read
+from thinned import every
 
 from headrace.frontend.text.chat_template import RenderedChat, render_chat
 from headrace.frontend.text.formats.declaration import known_formats, load_format
@@ -26,7 +27,7 @@ def test_every_format_has_its_way():
     assert [name for name, declared in known_formats().items() if declared.calls and declared not in held] == []
 
 
-@pytest.mark.parametrize("way", WAYS, ids=IDS)
+@pytest.mark.parametrize("way", every(2, WAYS), ids=IDS)
 @pytest.mark.parametrize("case", CALLS)
 def test_calls_are_read_as_their_family_writes_them(way, case):
     """Whole and by characters, with text and reasoning before them and more text after."""
@@ -65,7 +66,7 @@ def test_calls_are_read_alike_in_any_pieces(way, case, cuts):
     assert found == whole
 
 
-@pytest.mark.parametrize("way", WAYS, ids=IDS)
+@pytest.mark.parametrize("way", every(2, WAYS), ids=IDS)
 def test_an_answer_that_is_cut_within_its_calls_says_no_part_of_their_markers(way):
     """Half a call at max_tokens: what was read of the arguments is there, and nothing of what stands around them."""
     text = way.write([PLAIN])

@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+from thinned import every
 
 from headrace import InvalidRequestError, PoolingParams, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.sampling_params import FIELDS
@@ -73,7 +74,7 @@ def test_a_bad_value_is_refused_by_name_and_value(field: str, value: Any) -> Non
     assert f"SamplingParams.{field} = {value!r}: " in str(caught.value)
 
 
-@pytest.mark.parametrize("field", [each for each in SamplingParams.__struct_fields__ if each[0] != "_"])
+@pytest.mark.parametrize("field", every(2, [each for each in SamplingParams.__struct_fields__ if each[0] != "_"]))
 def test_no_field_takes_an_object_of_another_kind(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"SamplingParams.{field}\b"):
         SamplingParams(**{field: object()})

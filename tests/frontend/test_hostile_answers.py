@@ -115,7 +115,7 @@ def test_a_long_text_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     assert whole_s < max(MOST_S, 20 * eighth_s)
 
 
-@pytest.mark.parametrize("size", [900, 5_000, 250_000])
+@pytest.mark.parametrize("size", every(2, [900, 5_000, 250_000]))
 @pytest.mark.parametrize("nest", ["[", '{"a":', "(", "-", "not ", "a.", "1+"])
 def test_values_of_any_depth_are_arguments_or_none(nest: str, size: int) -> None:
     closed = {"[": "]", '{"a":': "}", "(": ")"}.get(nest, "")
@@ -178,7 +178,9 @@ def test_no_answer_of_a_model_is_an_error_of_the_server(what: str, parrot: httpx
     assert answer["status"] in ("completed", "incomplete")
 
 
-@pytest.mark.parametrize("text", ["[" * 3000, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900, "none", '"'])
+@pytest.mark.parametrize(
+    "text", every(2, ["[" * 3000, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900, "none", '"'])
+)
 def test_a_calls_arguments_in_a_conversation_may_be_anything(text: str, client: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
     asked = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]

@@ -311,7 +311,7 @@ def test_every_format_has_a_case():
     assert [name for name, declared in known_formats().items() if declared not in said] == []
 
 
-@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), CASES)
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), every(2, CASES))
 def test_what_a_format_says_is_read(name, text, content, reasoning, calls):
     found = read(name, [text])
     assert (found.content, found.reasoning) == (content, reasoning)
@@ -360,7 +360,7 @@ def test_any_text_at_all_is_read_without_an_error_and_alike_in_pieces(name, piec
     assert read(name, pieces) == read(name, ["".join(pieces)]) == read(name, "".join(pieces))
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text, *_, calls in CASES if calls])
+@pytest.mark.parametrize(("name", "text"), every(2, [(name, text) for name, text, *_, calls in CASES if calls]))
 def test_arguments_come_before_the_call_is_complete(name, text):
     """Half a call at max_tokens: nothing of it is lost, and once its name is there it is a call."""
     long = text.replace(json.dumps(ZURICH["city"], ensure_ascii=False)[1:-1], "x" * 200)

@@ -315,6 +315,7 @@ def runner(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.system
 def test_a_job_that_fails_or_hangs_takes_no_other_along(
     run_all: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

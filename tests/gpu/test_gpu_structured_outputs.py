@@ -111,7 +111,7 @@ PROCESSED = [
 ]
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["", "with drafts"])
+@pytest.mark.parametrize("more", every(2, [{"speculative_config": NGRAM}, {}]), ids=["with drafts", ""])
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_logits_processors_change_the_same_on_a_gpu(folder: str, more: dict[str, Any]) -> None:
     found = answers(folder, PROCESSED, logits_processors=PROCESSORS, **ON_A_GPU, **more)

@@ -210,6 +210,7 @@ def test_a_stream_comes_through_nginx_event_by_event(tmp_path):
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
+@pytest.mark.system
 def test_the_block_for_one_server_serves_it_by_tls(tmp_path: Path) -> None:
     """As in a folder of blocks that an nginx includes, which is how Debian's package has it."""
     port = free_port()

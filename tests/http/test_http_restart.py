@@ -191,6 +191,7 @@ def test_requests_that_brought_nothing_are_sent_to_the_engine_that_takes_over(pr
         assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
 
 
+@pytest.mark.system
 def test_a_request_that_kills_engines_is_sent_again_once():
     with serving("--restart-engine", "3", null_model={"crash_token_id": 9}) as server, server.client() as client:
         answer = client.post(COMPLETIONS, json={"prompt": [9], "max_tokens": 5}, timeout=30)
@@ -351,6 +352,7 @@ def test_an_http_process_that_stays_stopped_is_told_and_replaced():
         assert server.wait_exit() == 0
 
 
+@pytest.mark.system
 def test_an_http_process_killed_while_it_drains_is_told_in_the_exit_status():
     with serving("--api-server-count", "2", null_model=SLOW) as server, server.client() as client:
         with contextlib.suppress(Exception), streaming(client, max_tokens=3000) as lines:

@@ -12,6 +12,7 @@ from http_server import ask, joined, serving, stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from null_with_tokenizer import PARROT
+from thinned import every
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Four bytes, a sequence of several joined characters, a letter with two marks, CJK, and right-to-left.
@@ -106,7 +107,7 @@ def test_a_streamed_chat_is_the_whole_one(clients, num_examples):
     check()
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", every(2, [1, 2, 3, 4]))
 def test_a_stop_string_is_found_wherever_tokens_split_it(clients, length):
     """Every piece of a text whose characters are up to four tokens each; the oracle is Python's `in`."""
     client = clients[0]

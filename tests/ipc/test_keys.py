@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engine_parts import make_plan, welcome_of
+from thinned import every
 from zmtp_greeting import wants_keys
 
 import headrace
@@ -221,7 +222,7 @@ def test_connect_takes_a_key_file(address: str, keys: Path) -> None:
         assert llm.get_default_sampling_params() is not None
 
 
-@pytest.mark.parametrize("by_option", [True, False], ids=["--keys", "HEADRACE_KEYS"])
+@pytest.mark.parametrize("by_option", every(2, [True, False]), ids=["--keys", "HEADRACE_KEYS"])
 @pytest.mark.parametrize("command", [["serve", "null"], ["complete", "x"], ["top", "--once"], ["ps"], ["coordinator"]])
 def test_a_key_file_that_is_not_there_is_told_before_anything_starts(
     command: list[str],

@@ -18,7 +18,7 @@ from model_driver import DictSource, Driver
 from peft_adapters import LINEARS, PeftModels
 from rank_threads import pool_for_each_rank, run_ranks
 from safetensors.torch import load_file, save_file
-from thinned import pairs
+from thinned import every, pairs
 from tiny_models import state_of
 from torch import Tensor
 
@@ -201,12 +201,15 @@ ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [
-        ("phi3", ""),
-        ("nine_heads", ""),
-        ("deepseek_v3_moe", "latent"),
-        *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends")),
-    ],
+    every(
+        2,
+        [
+            ("phi3", ""),
+            ("nine_heads", ""),
+            ("deepseek_v3_moe", "latent"),
+            *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends")),
+        ],
+    ),
 )
 def test_ranks_divide_the_factors_as_the_matrices(name: str, form: str, tmp_path: Path) -> None:
     kind, changes = ODD.get(name, (name, {}))
@@ -252,7 +255,7 @@ QUANTISED: dict[str, tuple[Callable[[], Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("case", QUANTISED)
+@pytest.mark.parametrize("case", every(2, QUANTISED))
 def test_adapters_of_quantised_models_see_the_inputs_unquantised(case: str, tmp_path: Path) -> None:
     """As peft computes them beside the same weights, dequantised."""
     write, bound = QUANTISED[case]
@@ -363,13 +366,16 @@ def _packed_op_by_op(name: str) -> tuple[Decoder, AdapterSlots]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *((name, "program") for name in STACKED),
-        ("qwen2_moe", "eager"),
-        ("qwen2_moe", "op by op"),
-        ("gemma4_experts", "eager"),
-        ("gemma4_experts", "program"),
-    ],
+    every(
+        2,
+        [
+            *((name, "program") for name in STACKED),
+            ("qwen2_moe", "eager"),
+            ("qwen2_moe", "op by op"),
+            ("gemma4_experts", "eager"),
+            ("gemma4_experts", "program"),
+        ],
+    ),
 )
 def test_adapters_of_stacked_experts_equal_peft(name: str, kind: str, tmp_path: Path) -> None:
     models = PeftModels(reference(name), tmp_path)

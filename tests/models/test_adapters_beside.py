@@ -15,6 +15,7 @@ from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
 from rank_threads import RankThreads, pool_for_each_rank
 from test_adapters import EXPERTS
+from thinned import every
 from tiny_gguf import save_gguf
 from tiny_models import state_of
 from tiny_recurrent import FAMILIES
@@ -208,7 +209,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(2, RECURRENT))
 def test_linears_of_layers_with_a_state_take_adapters(name: str, tmp_path: Path) -> None:
     model = tiny_models.make(FAMILIES[name])
     model.save_pretrained(tmp_path / "model")

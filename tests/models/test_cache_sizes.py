@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_cache_groups import ENGINE, LONG
 from test_end_to_end import prompts_of, tokens_of
 from test_models import reference_logits
-from thinned import pairs
+from thinned import every, pairs
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 
 from headrace import LLM, ModelRegistry
@@ -128,7 +128,7 @@ def test_a_pool_without_groups_and_a_quantised_one_hold_layers_of_two_sizes(size
         assert (expected.amax(1) - chosen).max() <= (0.5 if "kv_cache_dtype" in options else 0)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", every(2, SIZES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("place", [SINGLE, RankCoordinates.of(1, 1, 2), RankCoordinates.of(0, 2, 1)])
 def test_a_blocks_bytes_are_its_own_in_every_layer_and_what_the_plan_says(size, dtype, place, saved) -> None:

@@ -16,6 +16,7 @@ from all_at_once import TIGHT, generate_all_at_once, shared_prefix
 from model_driver import DictSource, Driver
 from rank_threads import RankThreads, pool_for_each_rank
 from test_models import config_of, reference, reference_logits
+from thinned import every
 from tiny_families import FAMILIES
 from tiny_models import state_of
 
@@ -70,7 +71,7 @@ def expect_answers(path: Path, name: str, slides: bool, **options: Any) -> None:
     assert again[0].num_cached_tokens
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every(2, FAMILIES))
 def test_an_engine_gives_the_tokens_of_transformers(folder: Path, name: str) -> None:
     assert bool(why_not(spec_from_config(config_of(name)), torch.float32)) == (name in OP_BY_OP)
     expect_answers_of_transformers(folder, name)

@@ -183,6 +183,7 @@ def test_two_ranks(pool_for_each_rank: None, folder: Path, size: tuple[int, int]
         assert_close(vectors(llm, prompts), expected(folder, prompts))
 
 
+@pytest.mark.system
 def test_an_engine_in_a_process_of_its_own_and_async_calls(folder: Path) -> None:
     prompts = prompts_of()
 

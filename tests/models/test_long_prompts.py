@@ -27,8 +27,10 @@ NAMES = (
     "muse_glimmer",
     "mimo_v2",
     "deepseek_v32",
-    "deepseek_v4",
-    *(pytest.param(name, marks=pytest.mark.system) for name in ("hy_v4", "dots3_note", "hrm_text", "glm_moe_dsa")),
+    *(
+        pytest.param(name, marks=pytest.mark.system)
+        for name in ("deepseek_v4", "hy_v4", "dots3_note", "hrm_text", "glm_moe_dsa")
+    ),
     *(
         pytest.param(name, marks=pytest.mark.system)
         for name in ("flex_olmo", "flint", "hy_v3", "mellum", "solar_open", "youtu")

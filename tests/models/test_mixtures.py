@@ -14,6 +14,7 @@ from rank_threads import pool_for_each_rank
 from test_cpu_decoder import BF16_ERROR, PACKED_ERROR, program_of
 from test_models import config_of, random_prompts, reference
 from test_parallel_model import first_logprobs
+from thinned import every
 from tiny_gguf import save_gguf
 from tiny_models import state_of
 from torch import Tensor
@@ -122,7 +123,7 @@ def test_a_decode_step_reads_the_chosen_experts_and_the_shared_one_alone(name: s
     assert share == pytest.approx(wanted / held, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("name", every(2, ["qwen2_moe", "mixtral"]))
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
 def test_packed_experts_are_divided_among_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     threads = {"distributed_executor_backend": "rank_threads:RankThreads", "tensor_parallel_size": 2}

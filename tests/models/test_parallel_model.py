@@ -15,6 +15,7 @@ from all_at_once import generate_all_at_once
 from gguf.constants import GGMLQuantizationType as Kind
 from model_driver import DictSource
 from rank_threads import RankThreads, pool_for_each_rank, run_ranks
+from thinned import every
 from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
@@ -227,13 +228,16 @@ def first_logprobs(path: Path, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("config", "tp_size", "said"),
-    [
-        ({"intermediate_size": 128}, 2, ""),
-        ({}, 2, "it has 128 for 96 inner columns of an MLP"),
-        ({}, 4, FLOATS),  # a head of 16 columns is half a block
-        (NINE_HEADS, 2, "it has 12 for 9 query heads, 4 for 3 key/value heads, 128 for 96 inner columns of an MLP"),
-        (NINE_HEADS, 4, "it has 12 for 9 query heads, 4 for 3 key/value heads, 128 for 96 inner columns of an MLP"),
-    ],
+    every(
+        2,
+        [
+            ({"intermediate_size": 128}, 2, ""),
+            ({}, 2, "it has 128 for 96 inner columns of an MLP"),
+            ({}, 4, FLOATS),  # a head of 16 columns is half a block
+            (NINE_HEADS, 2, "it has 12 for 9 query heads, 4 for 3 key/value heads, 128 for 96 inner columns of an MLP"),
+            (NINE_HEADS, 4, "it has 12 for 9 query heads, 4 for 3 key/value heads, 128 for 96 inner columns of an MLP"),
+        ],
+    ),
 )
 def test_packed_weights_are_divided_between_blocks_or_turned_into_floats(
     tmp_path: Path, config: dict[str, Any], tp_size: int, said: str, caplog: pytest.LogCaptureFixture

@@ -24,6 +24,7 @@ from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, tokens_of
 from test_hostile_forms import forked_by
 from test_plain_forms import helpers_of
 from test_structured_outputs import ENGINE, PERSON, ask, form
+from thinned import every
 
 from headrace import LLM
 from headrace.core.options.structured_outputs import StructuredOutputs
@@ -131,7 +132,7 @@ def test_no_library_that_reads_grammars_is_in_the_engine() -> None:
     assert done.stdout.decode().split() == ["[]", "[]"], done.stderr.decode()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", every(2, BACKENDS))
 @pytest.mark.parametrize("end", ["kill", "crash"])
 def test_matchers_go_on_after_the_process_ended(follower: Follower, backend: str, end: str) -> None:
     matchers = [matcher_of(follower, FORM, backend) for _ in range(3)]

@@ -55,7 +55,7 @@ def test_xgrammar_gets_no_fraction_that_it_writes_in_17_digits() -> None:
         refused("xgrammar", f'{{"const": {number}}}', "it does not follow the number .* exactly")
 
 
-@pytest.mark.parametrize("around", ['{{"const": {0}}}', '{{"enum": [{{"a": [{0}]}}]}}', '{{"minimum": {0}}}'])
+@pytest.mark.parametrize("around", every(2, ['{{"const": {0}}}', '{{"enum": [{{"a": [{0}]}}]}}', '{{"minimum": {0}}}']))
 @pytest.mark.parametrize("number", NEVER)
 @each_backend
 def test_a_number_that_would_be_rounded_is_refused(name: str, number: str, around: str) -> None:

@@ -63,6 +63,8 @@ def _imports(path: Path, node: ast.AST, *, is_lazy: bool) -> Iterator[Import]:
             if first not in sys.stdlib_module_names:
                 yield Import(path, node.lineno, name if first == "headrace" else first, is_lazy)
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         yield from _imports(path, child, is_lazy=is_lazy or isinstance(node, FunctionNode))
 
 
