@@ -59,6 +59,7 @@ def write(path: Path, record: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.system
 def test_two_runs_of_the_same_are_not_distinguished() -> None:
     verdicts = [
         row.verdict

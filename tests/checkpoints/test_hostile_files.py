@@ -230,10 +230,10 @@ def test_an_archive_that_grows_when_it_is_read(
     path = copies("model.safetensors").with_name("pytorch_model.bin")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("archive/data.pkl", "w", force_zip64=True) as part:
-            for _ in range(512):
+            for _ in range(64):
                 part.write(bytes(1 << 20))
         archive.writestr("archive/version", "3")
-    assert path.stat().st_size < 2 << 20
+    assert path.stat().st_size < 1 << 18
     (end,) = ends_of([(str(path.parent), None)])
     assert end.startswith("refused: ")
     assert "its part 'archive/data.pkl' is compressed" in end

@@ -249,6 +249,7 @@ def test_a_file_that_is_not_the_demo_model_is_never_put_in_its_place(
     assert half.read_bytes() == b"GGUF"
 
 
+@pytest.mark.system
 @pytest.mark.demo_model
 def test_two_processes_may_fetch_the_demo_model_at_once(
     demo_model_path: Path, private_cache: Path, tmp_path: Path

@@ -617,6 +617,7 @@ def test_a_reload_that_ends_after_its_deadline_changes_nothing(checkpoints, monk
             assert tokens_of(llm) == before
 
 
+@pytest.mark.system
 def test_a_profile_whose_folder_hangs_is_answered_at_its_deadline_and_another_can_be_recorded(
     checkpoints, tmp_path, monkeypatch
 ):

@@ -64,6 +64,7 @@ def test_the_vectors_come_with_the_finish() -> None:
     assert message.vectors.widths == Tensor.of("int32", [2])
 
 
+@pytest.mark.system
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_vectors_and_tokens_depend_on_nothing_else_that_runs(data: st.DataObject) -> None:

@@ -438,6 +438,7 @@ def test_without_a_compiler_each_model_warns_once_answers_the_same_and_is_dequan
     assert "CXX='/nonexistent/compiler' was not found" in said[0]
 
 
+@pytest.mark.system
 def test_a_model_that_the_program_cannot_do_runs_op_by_op_and_says_so_once(tmp_path: Path) -> None:
     checkpoint = tiny_models.save("llama_gqa_tied", tmp_path / "model")
     served, errors = serve({checkpoint: "float32"}, Path(build.cache_folder() or tmp_path).parent)

@@ -139,6 +139,7 @@ def test_with_keys_engines_are_found_over_tcp_by_those_who_have_them(
             LLM(coordinator=(address,))
 
 
+@pytest.mark.system
 def test_a_server_of_found_engines_serves_and_tells_what_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -430,6 +430,7 @@ class Late(Foreign):
         return await super().open()
 
 
+@pytest.mark.system
 def test_of_several_foreign_engines_some_may_come_after_the_start(thread: EngineThread) -> None:
     async def main(sessions: list[Session], num_engines: int) -> HeadraceError | None:
         pool = EnginePool(sessions)

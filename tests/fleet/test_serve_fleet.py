@@ -143,6 +143,7 @@ def test_a_form_that_kills_deep_in_its_answer_ends_no_other_stream(engines: tupl
         assert metric(client, "headrace:router_quarantined_total") == 1
 
 
+@pytest.mark.system
 def test_hit_rates_that_were_expected_stand_beside_those_that_came() -> None:
     prompt = list(range(5, 165))  # ten blocks
     with serving("-dp", "2", null_model={}) as server, server.client() as client:

@@ -120,6 +120,7 @@ def test_new_weights_take_the_old_ones_place_or_these_come_back(
     assert tokens_of(llm) == before
 
 
+@pytest.mark.system
 def test_weights_whose_reading_hangs_are_given_up_and_the_old_ones_come_back_or_still_sleep(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

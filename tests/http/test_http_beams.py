@@ -164,6 +164,7 @@ def test_what_asks_for_nothing_is_taken_with_beams(client: httpx.Client) -> None
     )
 
 
+@pytest.mark.system
 def test_a_batch_file_searches_too(folder: Path, llm: LLM, tmp_path: Path) -> None:
     body = {"model": "m", "prompt": PROMPT, "n": 2, "max_tokens": 5, "use_beam_search": True, "return_token_ids": True}
     sampled = {"model": "m", "prompt": PROMPT, "n": 1, "best_of": 3, "max_tokens": 5, "seed": 1, "temperature": 1}

@@ -274,6 +274,7 @@ def test_no_last_tokens_are_no_penalties(client):
         assert answer.message.content == "hello"
 
 
+@pytest.mark.system
 def test_a_wrong_key_is_told_in_ollamas_shape():
     with serving("--api-key", "k") as server, httpx.Client(base_url=server.url) as client:
         answer = client.post("/api/chat", json=chat_of("x"))

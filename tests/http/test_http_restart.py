@@ -81,6 +81,7 @@ def engine_at(address: str) -> Iterator[Child]:
         child.kill()
 
 
+@pytest.mark.system
 def test_servers_attach_again_to_an_engine_that_is_started_anew_at_its_address(tmp_path, monkeypatch):
     """Meanwhile streams end with what this host shows of the process, and health, models and log tell the state."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))

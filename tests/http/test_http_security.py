@@ -229,6 +229,7 @@ def test_a_unix_socket(tmp_path):
         server.close()
 
 
+@pytest.mark.system
 def test_behind_a_proxy_that_takes_its_prefix_off_or_leaves_it_on():
     with serving("--root-path", "/llm", "--api-key", "first") as server, httpx.Client() as client:
         assert server.url.endswith("/llm")

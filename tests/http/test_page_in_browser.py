@@ -147,6 +147,7 @@ def test_what_a_model_writes_is_shown_and_never_run(page: Page, server: Server) 
     assert all(each.startswith(server.url) and "/v1/models" not in each for each in called), called
 
 
+@pytest.mark.system
 def test_a_server_with_keys_is_asked_by_one_that_the_visitor_types(browser: Browser) -> None:
     with (
         serving(*ECHO, *TEMPLATE, "--api-key", "right-key") as server,
@@ -389,6 +390,7 @@ def test_one_of_several_engines_can_be_chosen_and_each_is_drawn(browser: Browser
         assert "running" in page.locator(".legend").first.inner_text()
 
 
+@pytest.mark.system
 def test_an_adapter_is_chosen_as_a_model_is(browser: Browser, tmp_path: Path) -> None:
     write_adapter(tmp_path / "sql", "sql")
     options = ServeOptions(port=0, lora_modules=(f"sql={tmp_path}/sql",), chat_template=TEMPLATE[1])

@@ -146,6 +146,7 @@ def read_only(database: Path, table: str) -> Iterator[None]:
                 other.execute(f"drop trigger no_{change}")
 
 
+@pytest.mark.system
 def test_an_answer_that_cannot_be_stored_is_given_and_says_so(tmp_path: Path):
     body: dict[str, Any] = {"model": "null", "input": "hello", "max_output_tokens": 5}
     with served(tmp_path) as (server, client):

@@ -181,6 +181,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of a process are Unix's")
 def test_a_client_with_its_address_space_used_up_refuses_a_request_and_serves_the_next(tmp_path: Path) -> None:
     """With room for ever more blocks, so that each of the steps of a submission fails once."""

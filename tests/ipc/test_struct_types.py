@@ -53,6 +53,7 @@ PLAIN = ("Any", "dict[str, Any]", "dict[str, msgspec.Raw]", "tuple[int, ...]")
 """Types without structs."""
 
 
+@pytest.mark.system
 def test_every_conversion_to_a_type_is_safe_on_threads() -> None:
     found = []
     for path in (each for room in ("core", "executor", "frontend", "ipc") for each in (ROOT / room).rglob("*.py")):

@@ -104,6 +104,7 @@ def test_two_stages_give_the_tokens_of_transformers(folder: Path, name: str) -> 
     )
 
 
+@pytest.mark.system
 def test_ranks_of_both_kinds_share_a_stream_of_several_rows(folder: Path) -> None:
     """Three that do not divide the heads and inner columns, and two stages."""
     expect_answers_of_transformers(

@@ -123,7 +123,8 @@ SAME_SHARES = {
     *("llama3", "llama_linear", "llama_yarn", "llama_dynamic", "mistral", "opt_plain", "qwen2_window"),
     *("smollm3_window", "mixtral_window", "qwen3_moe_some_dense"),
     *("llama", "mistral_window", "opt", "qwen2", "qwen3", "smollm3", "gemma3_capped_scaled"),
-    *("deepseek_v2_moe", "olmoe_gqa", "qwen2_moe_some_dense", "qwen3_moe"),
+    *("gemma2", "deepseek_v2_moe", "olmoe_gqa", "qwen2_moe_some_dense", "qwen3_moe", "mixtral"),
+    *("nine_heads", "odd_opt"),
 }
 """What differs from another in positions, windows, norms or the order of layers, none of which ranks divide."""
 

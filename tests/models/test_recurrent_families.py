@@ -35,9 +35,7 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
-EACH_KIND = (
-    *("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "glm5_next", "minimax", "falcon_h1", "granite_hybrid"),
-)
+EACH_KIND = (*("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1"),)
 """A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 

@@ -44,6 +44,7 @@ def test_greedy_tokens_are_those_of_the_equations(folder: Path) -> None:
             expect_answers(prompts, generate_all_at_once(llm, prompts, PARAMS))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [

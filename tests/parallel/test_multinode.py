@@ -158,6 +158,7 @@ def test_a_rank_that_cannot_load_is_the_cause_on_both_nodes() -> None:
         assert "rank 1 was told to fail in load" in log
 
 
+@pytest.mark.system
 def test_a_node_ends_with_a_core_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, test_multinode as t\n"

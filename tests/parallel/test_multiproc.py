@@ -218,6 +218,7 @@ def test_idle_workers_use_no_processor_time() -> None:
         wait_until(rests, 30, "coming to rest")
 
 
+@pytest.mark.system
 def test_two_executors_started_at_the_same_moment_do_not_collide() -> None:
     before = leftovers()
     with Ranks(options(2), is_alone=False) as first, Ranks(options(2), is_alone=False) as second:

@@ -143,6 +143,7 @@ def test_a_worker_that_is_stopped_while_nothing_runs_is_missed_in_the_next_steps
         check(ranks, caught.value, rank, "hang", "step")
 
 
+@pytest.mark.system
 def test_both_ranks_killed_at_once_is_one_failure_and_a_new_executor_starts() -> None:
     with Ranks(options()) as ranks:
         ranks.bring_up()

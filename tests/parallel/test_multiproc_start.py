@@ -67,6 +67,7 @@ def test_no_more_workers_than_asked_for_load_at_once(most: int | None, expected:
     assert sum(waited) == 3 - expected
 
 
+@pytest.mark.system
 def test_agents_of_one_host_share_its_turns(tmp_path: Path) -> None:
     with cluster(in_turns(1, tmp_path / "log", tp_size=2)) as running:
         bring_up(running.executor, running.options)
@@ -138,6 +139,7 @@ def test_of_many_ranks_the_table_has_the_least_and_the_most() -> None:
     assert table == {"load weights": ["9.00", "1.00", "9.00"]}
 
 
+@pytest.mark.system
 def test_workers_account_for_their_whole_start() -> None:
     with Ranks(options(load_delay_s=0.2)) as ranks:
         ranks.bring_up()

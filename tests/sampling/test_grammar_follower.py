@@ -413,6 +413,7 @@ def test_a_process_that_is_killed_again_and_again_ends_the_requests(own_follower
     assert matcher_of(own_follower, FORM).accept(tokens_of("a")[0])
 
 
+@pytest.mark.system
 def test_answers_are_the_same_whenever_the_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_answers, note = itertools.count(), Follower._note
     answered = next(num_answers)

@@ -109,6 +109,7 @@ def test_the_largest_plain_schemas_keep_the_limits_of_a_trial(name: str) -> None
     assert computing_s(LARGEST[name]) < MOST_COMPUTING_S
 
 
+@pytest.mark.system
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS)
 def test_random_plain_schemas_keep_the_limits_of_a_trial(schema: Any) -> None:

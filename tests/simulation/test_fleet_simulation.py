@@ -141,6 +141,7 @@ def test_a_coordinator_that_tells_nothing_is_found(monkeypatch: pytest.MonkeyPat
     assert any("after its end" in each for each in violations(COORDINATED, range(5)))
 
 
+@pytest.mark.system
 def test_a_directory_that_never_asks_for_what_it_missed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Registry.receive
 

@@ -23,7 +23,7 @@ OF_EACH_KIND = (
     *("of odd sizes, with decays of channels", "of constant decays, without corrections"),
 )
 """Each op with all of its inputs and without those that it can do without. The others differ in sizes and in what a
-state is multiplied by, of which the references tell."""
+state is multiplied by."""
 OF_EACH_OP = ("Mamba's convolution", "odd sizes, groups, limits", "of odd sizes, with decays of channels")
 """Each op once, with the most that it does."""
 
@@ -59,7 +59,7 @@ def expect_the_references(name: str, dtype: torch.dtype, bound: float, num_token
 
 
 def case_results_states_and_drafts_are_the_references() -> None:
-    for name in SERVED:
+    for name in OF_EACH_KIND:
         expect_the_references(name, torch.float32, 2e-5, 20)
 
 
@@ -102,7 +102,7 @@ def expect_rounded_states(names: Iterable[str]) -> None:
 
 
 def case_results_and_states_do_not_depend_on_the_chunks() -> None:
-    expect_the_same_in_chunks(OF_EACH_KIND, 18)
+    expect_the_same_in_chunks(OF_EACH_OP, 18)
 
 
 def long_case_results_and_states_of_longer_sequences_do_not_depend_on_the_chunks() -> None:
