@@ -48,23 +48,22 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 LONG_FILES = (
-    *("kernels/test_triton_values.py", "cpu/test_cpu_linear.py", "http/test_http_lifecycle.py"),
-    *("gpu/test_gpu_pretend.py", "fleet/test_scaling.py", "http/test_http_restart.py", "http/test_page_in_browser.py"),
-    *("http/test_http_docs.py", "cpu/test_cpu_moe.py", "models/test_parallel_model.py", "fleet/test_serve_fleet.py"),
-    *("http/test_http_waits.py", "http/test_http_api_document.py", "sampling/test_grammar_follower.py"),
-    *("checkpoints/test_hostile_files.py", "gpu/test_gpu_states.py", "models/test_recurrent_families.py"),
-    *("models/test_long_prompts.py", "models/test_mixture_families.py", "checkpoints/test_tokenizer_keys.py"),
-    *("core/test_daemon.py", "models/test_end_to_end.py", "frontend/test_hostile_answers.py", "core/test_control.py"),
-    *("frontend/test_chat_template_bounds.py", "http/test_known_fields.py", "parallel/test_multinode.py"),
-    *("cli/test_interrupts.py", "sampling/test_structured_output_options.py", "http/test_http_security.py"),
-    *(
-        "sampling/test_hostile_forms.py",
-        "cli/test_process_one.py",
-        "models/test_models.py",
-        "bench/test_bench_serve.py",
-    ),
-    *("sampling/test_grammar_backends.py", "parallel/test_multiproc.py", "simulation/test_fleet_simulation.py"),
-    *("parallel/test_multiproc_failure.py", "parallel/test_shared_experts.py", "simulation/test_recovery.py"),
+    *("kernels/test_triton_values.py", "parallel/test_multiproc_start.py", "gpu/test_gpu_pretend.py"),
+    *("http/test_http_lifecycle.py", "sampling/test_grammar_follower.py", "fleet/test_scaling.py"),
+    *("core/test_control.py", "parallel/test_multiproc.py", "parallel/test_shared_experts.py"),
+    *("http/test_http_docs.py", "core/test_import_path.py", "cpu/test_cpu_build.py", "models/test_parallel_model.py"),
+    *("http/test_http_responses.py", "checkpoints/test_hostile_files.py", "models/test_embed.py"),
+    *("gpu/test_gpu_states.py", "http/test_http_restart.py", "parallel/test_multiproc_failure.py"),
+    *("fleet/test_serve_fleet.py", "http/test_http_demo_model.py", "frontend/test_chat_template_bounds.py"),
+    *("frontend/test_hostile_answers.py", "fleet/test_reloads.py", "http/test_http_security.py"),
+    *("sampling/test_grammar_backends.py", "core/test_daemon.py", "models/test_recurrent_families.py"),
+    *("models/test_mixture_families.py", "http/test_http_abuse.py", "http/test_page_in_browser.py"),
+    *("bench/test_bench_serve.py", "checkpoints/test_tokenizer_keys.py", "models/test_adapters.py"),
+    *("parallel/test_multinode.py", "http/test_http_completions.py", "models/test_models.py"),
+    *("http/test_http_tool_calls.py", "http/test_http_files.py", "core/test_odd_surroundings.py"),
+    *("models/test_adapters_beside.py", "checkpoints/test_gguf_keys.py", "http/test_http_access.py"),
+    *("sampling/test_hostile_forms.py", "checkpoints/test_hub.py", "sampling/test_unquoted_texts.py"),
+    *("models/test_encoders.py", "http/test_http_traces.py"),
 )
 """Begun first: if one of them were left for the end, the other processes would wait for it."""
 
