@@ -11,7 +11,7 @@ import pytest
 
 from headrace.ipc.process.gc_pauses import IdleCollector
 
-NUM_ALIVE = 200_000
+NUM_ALIVE = 400_000
 """As of thousands of requests."""
 
 

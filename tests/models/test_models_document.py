@@ -11,7 +11,6 @@ from headrace.executor.models.families import families
 from headrace.kernels.cpu import build
 
 
-@pytest.mark.system
 @pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 def test_the_table_of_models_is_made_of_what_is_tested() -> None:
     page = models_document.page()

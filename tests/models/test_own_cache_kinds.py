@@ -173,7 +173,6 @@ def test_layers_of_an_installed_cache_kind_release_what_they_no_longer_read(mode
     assert chunked["cached"] == whole["cached"] == 128  # of 140
 
 
-@pytest.mark.system
 def test_a_cache_kind_that_nothing_registers_is_named(model: Path, installed: Path) -> None:
     done = generate(model, "UnknownForCausalLM", installed)
     assert done.returncode

@@ -172,7 +172,6 @@ def test_without_the_package_the_architecture_is_unknown_and_a_plugin_that_fails
     assert "the plugin number of squared-for-headrace (squared_family:NUMBER) is a int; a Family or a class" in said
 
 
-@pytest.mark.system
 def test_a_plugin_of_another_kind_or_none_is_refused_by_name(arcee: tuple[Path, Any], installed: Path) -> None:
     said = generate(arcee[0], installed, scheduler_cls="squared").stderr
     assert "scheduler_cls=squared is a Family; it must be a class" in said

@@ -318,7 +318,6 @@ def test_what_ends_its_compiler_is_refused_and_what_is_compiled_beside_it_is_not
             deadly.result()
 
 
-@pytest.mark.system
 def test_a_compilation_without_an_end_is_given_up_and_disturbs_no_other(own_follower: Follower) -> None:
     other = matcher_of(own_follower, FORM)
     with pytest.raises(InvalidRequestError, match="has no end"):
