@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeVar
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import (
@@ -226,6 +226,15 @@ class Attention(Mixer):
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""
+
+
+Kind = TypeVar("Kind", bound=Attention)
+
+
+def as_kind(kind: type[Kind], mixer: Mixer, **own: Any) -> Kind:
+    """A layer's attention, as `llama_like` builds it, as another kind that has further fields of its own."""
+    assert isinstance(mixer, Attention), "as llama_like builds it"
+    return kind(**{each.name: getattr(mixer, each.name) for each in fields(mixer)}, **own)
 
 
 @dataclass(frozen=True, kw_only=True)

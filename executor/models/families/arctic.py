@@ -1,11 +1,11 @@
 """Snowflake Arctic: in every other layer experts of the layer's input, beside attention and a dense FFN of the hidden
 size behind it; in the others one larger dense FFN."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
 from headrace.executor.models.blocks import Ffn, Routing
-from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.attention import as_kind
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.blocks.early_experts import AttentionBesideExperts, EarlyExperts
 from headrace.executor.models.blocks.experts import Experts
@@ -60,10 +60,7 @@ def _ffn(config: Config, *, routed: bool, parallel: bool) -> Ffn:
 def _layer(layer: LayerSpec) -> LayerSpec:
     if not isinstance(layer.ffn, EarlyExperts):
         return layer
-    mixer = layer.mixer
-    assert isinstance(mixer, Attention)
-    plain = {each.name: getattr(mixer, each.name) for each in fields(mixer)}
-    return replace(layer, mixer=AttentionBesideExperts(**plain, experts_norm=EXPERTS_NORM))
+    return replace(layer, mixer=as_kind(AttentionBesideExperts, layer.mixer, experts_norm=EXPERTS_NORM))
 
 
 CAPACITY = ("moe_train_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity", "moe_token_dropping")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
 from headrace.executor.models.blocks import NoFfn
-from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.attention import as_kind
 from headrace.executor.models.blocks.looped_attention import LoopedAttention, Run
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import integer, llama_like
@@ -33,8 +33,7 @@ def build(config: Config) -> ArchSpec:
     spec = llama_like(config, head_dim=head_dim, names=NAMES)
 
     def mixer(layer: LayerSpec, run: Run) -> LoopedAttention:
-        assert isinstance(layer.mixer, Attention), "as llama_like builds it"
-        whole = LoopedAttention(**vars(layer.mixer), run=run, loop_window=window)
+        whole = as_kind(LoopedAttention, layer.mixer, run=run, loop_window=window)
         return replace(whole, sliding_window=window) if run == "near" else whole
 
     layers = [replace(layer, mixer=mixer(layer, "first")) for layer in spec.layers]

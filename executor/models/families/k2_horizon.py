@@ -4,12 +4,12 @@ shared ones, and, in the MoVA models, gated attention whose values are those of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeSpec, WeightNames
 from headrace.executor.models.blocks import Ffn, Routing
-from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.attention import Attention, as_kind
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.gated_norm import GateActivation
 from headrace.executor.models.blocks.value_experts import HorizonAttention
@@ -112,8 +112,7 @@ def _layer(layer: LayerSpec, head_dim: int, turned: int, own: dict[str, Any], va
     given = own | (values if isinstance(layer.ffn, Experts) else {})
     if not any(given.values()):
         return replace(layer, mixer=mixer)
-    plain = {each.name: getattr(mixer, each.name) for each in fields(mixer)}
-    return replace(layer, mixer=HorizonAttention(**plain, **given))
+    return replace(layer, mixer=as_kind(HorizonAttention, mixer, **given))
 
 
 def _rotation(rope: RopeSpec, head_dim: int, turned: int) -> RopeSpec:

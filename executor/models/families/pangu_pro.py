@@ -2,11 +2,11 @@
 fewer dimensions, and keys and values of the model's own that every token attends to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks import Attend, Axis, Declared, Norm, SinkTokens
-from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.attention import Attention, as_kind
 from headrace.executor.models.families import Config, Family, NotNativeError
 from headrace.executor.models.families._config import (
     Positions,
@@ -80,11 +80,8 @@ def build(config: Config) -> ArchSpec:
         norm_placement="sandwich" if sandwich else "pre",
         names=names,
     )
-    mixer = spec.layers[0].mixer
-    assert isinstance(mixer, Attention)
-    plain = {each.name: getattr(mixer, each.name) for each in fields(mixer)}
     given = values if flag(config, "param_sink_with_value", False) else 0
-    mixer = SinkAttention(**plain, num_sinks=count, sink_value_dim=given)
+    mixer = as_kind(SinkAttention, spec.layers[0].mixer, num_sinks=count, sink_value_dim=given)
     heads = ((names.query, mixer.num_heads * head_dim), (names.key, mixer.num_kv_heads * head_dim))
     fused = Fused("self_attn.qkv_proj", (*heads, (names.value, mixer.num_kv_heads * values)))
     return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers), fused=(fused,))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec, NormSpec, WeightNames
-from headrace.executor.models.blocks.attention import Attention, HeadNormedAttention
+from headrace.executor.models.arch import ArchSpec, Fused, NormSpec, WeightNames
+from headrace.executor.models.blocks.attention import HeadNormedAttention, as_kind
 from headrace.executor.models.blocks.projected_ssd import ProjectedSsd
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import dense, integer, llama_like, number
@@ -47,17 +47,12 @@ def build(config: Config) -> ArchSpec:
         ffn=dense(config, "hidden_act", "silu"),
         names=NAMES,
     )
-    layers = tuple(replace(layer, mixer=_normed(layer) if attends[i] else recurrent)
+    layers = tuple(replace(layer, mixer=as_kind(HeadNormedAttention, layer.mixer) if attends[i] else recurrent)
                    for i, layer in enumerate(spec.layers))  # fmt: skip
     fused: tuple[Fused, ...] = fused_matrices(config, head_dim)
     if not recurrent.problem() and not all(attends):
         fused += recurrent.fused()
     return replace(spec, layers=layers, fused=fused)
-
-
-def _normed(layer: LayerSpec) -> HeadNormedAttention:
-    assert isinstance(layer.mixer, Attention), "as llama_like builds it"
-    return HeadNormedAttention(**vars(layer.mixer))
 
 
 def _attends(config: Config) -> list[bool]:

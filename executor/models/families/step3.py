@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, StackedExperts, WeightNames
-from headrace.executor.models.blocks import Mixer, Routing
-from headrace.executor.models.blocks.attention import Attention, FactorisedAttention
+from headrace.executor.models.blocks import Routing
+from headrace.executor.models.blocks.attention import FactorisedAttention, as_kind
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
@@ -53,13 +53,9 @@ def build(config: Config) -> ArchSpec:
         stacked=StackedExperts("moe.gate_proj.weight", "moe.down_proj.weight", up="moe.up_proj.weight"),
         names=NAMES,
     )
-    layers = (LayerSpec(_factorised(config, layer.mixer), layer.ffn) for layer in spec.layers)
+    rank = integer(config, "share_q_dim", 2048)
+    layers = (LayerSpec(as_kind(FactorisedAttention, layer.mixer, query_rank=rank), layer.ffn) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
-
-
-def _factorised(config: Config, mixer: Mixer) -> FactorisedAttention:
-    assert isinstance(mixer, Attention), "as llama_like builds it"
-    return FactorisedAttention(**vars(mixer), query_rank=integer(config, "share_q_dim", 2048))
 
 
 def _mixture(config: Config) -> Experts:
