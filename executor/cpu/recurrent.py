@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Declared
-from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, HeadNorms, Joined, OutputGate, SoftCap
+from headrace.executor.models.blocks.gated_norm import Added, GatedNorm, HeadNorms, JoinedColumns, OutputGate, SoftCap
 from headrace.executor.models.blocks.linear_attention import PreparedHeads
 from headrace.executor.models.blocks.shared_transformer import Halves, Sum
 from headrace.executor.models.eager_states import (
@@ -186,11 +186,11 @@ class CpuSoftCap:
 
 
 @dataclass(frozen=True)
-class CpuJoined:
-    """`Joined`."""
+class CpuJoinedColumns:
+    """`JoinedColumns`."""
 
     @classmethod
-    def read(cls, weights: CpuWeights, declared: Joined, prefix: str) -> CpuJoined:
+    def read(cls, weights: CpuWeights, declared: JoinedColumns, prefix: str) -> CpuJoinedColumns:
         return cls()
 
     def write(self, ops: ProgramOps, *parts: Buffer) -> Buffer:

@@ -16,7 +16,7 @@ from headrace.executor.models.blocks.gated_norm import (
     Added,
     GatedNorm,
     HeadNorms,
-    Joined,
+    JoinedColumns,
     OutputGate,
     SoftCap,
     SparseGate,
@@ -145,10 +145,10 @@ class EagerSoftCap:
         return torch.tanh(x.float() / self._cap) * self._cap
 
 
-class EagerJoined:
-    """`Joined`."""
+class EagerJoinedColumns:
+    """`JoinedColumns`."""
 
-    def __init__(self, weights: EagerWeights, declared: Joined, prefix: str) -> None:
+    def __init__(self, weights: EagerWeights, declared: JoinedColumns, prefix: str) -> None:
         pass
 
     def __call__(self, *parts: Tensor) -> Tensor:

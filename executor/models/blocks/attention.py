@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
-from headrace.executor.models.blocks.gated_norm import HeadNorms, Joined, OutputGate
+from headrace.executor.models.blocks.gated_norm import HeadNorms, JoinedColumns, OutputGate
 from headrace.ipc.failure import ModelError
 
 QueryGrowth = tuple[int, float, int] | None
@@ -254,7 +254,7 @@ class FactorisedAttention(Attention):
         found["query_down"] = Linear(((names.query_down, self.query_rank),), spec.hidden_size)
         found["query_norm"] = Norm.of(spec, names.query_down_norm, self.query_rank)
         found["query"] = Linear(((names.query_up, queries),), self.query_rank)
-        found["joined"] = Joined()
+        found["joined"] = JoinedColumns()
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
@@ -283,7 +283,7 @@ class HeadNormedAttention(Attention):
             found[name] = replace(qkv, matrices=(matrix,))
         found["query_norms"] = HeadNorms(names.query_norm, heads, self.head_dim, spec.norm.eps)
         found["key_norms"] = HeadNorms(names.key_norm, Axis(self.num_kv_heads), self.head_dim, spec.norm.eps)
-        found["joined"] = Joined()
+        found["joined"] = JoinedColumns()
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:

@@ -44,11 +44,11 @@ class SoftCap(WithoutWeights, Declared):
 
 
 @dataclass(frozen=True)
-class Joined(WithoutWeights, Declared):
+class JoinedColumns(WithoutWeights, Declared):
     """compute(x, y, ...): the columns of x, then those of y, and so on."""
 
-    eager_reader = "headrace.executor.models.eager_states:EagerJoined"
-    program_reader = "headrace.executor.cpu.recurrent:CpuJoined.read"
+    eager_reader = "headrace.executor.models.eager_states:EagerJoinedColumns"
+    program_reader = "headrace.executor.cpu.recurrent:CpuJoinedColumns.read"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from headrace.executor.models.blocks import (
     WithoutWeights,
 )
 from headrace.executor.models.blocks.attention import Attention
-from headrace.executor.models.blocks.gated_norm import Joined, OutputGate
+from headrace.executor.models.blocks.gated_norm import JoinedColumns, OutputGate
 from headrace.executor.models.blocks.shortcut import Shortcut
 
 Run = Literal["first", "near", "far"]
@@ -80,7 +80,7 @@ class LoopedAttention(Attention):
         return found | {
             "query": replace(qkv, matrices=qkv.matrices[:1]),
             "keys_and_values": replace(qkv, matrices=qkv.matrices[1:]),
-            "joined": Joined(),
+            "joined": JoinedColumns(),
             "first": replace(attend, sliding_window=None),
             "near": replace(attend, sliding_window=self.loop_window),
             "far": replace(attend, sliding_window=None, reads_only=True),

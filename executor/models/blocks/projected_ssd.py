@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, Fused, Kept
 from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Norm
-from headrace.executor.models.blocks.gated_norm import Joined
+from headrace.executor.models.blocks.gated_norm import JoinedColumns
 from headrace.executor.models.blocks.recurrent import Ssd
 from headrace.executor.models.blocks.short_convolution import Convolve
 
@@ -46,7 +46,7 @@ class ProjectedSsd(Ssd):
             "norm_of_b": self._norm("B_norm", self.state_size),
             "norm_of_c": self._norm("C_norm", self.state_size),
             "norm_of_steps": self._norm("dt_norm", self.rank),
-            "joined": Joined(),
+            "joined": JoinedColumns(),
         }
 
     def _norm(self, name: str, size: int) -> Norm:
