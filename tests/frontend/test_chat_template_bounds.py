@@ -16,6 +16,7 @@ import jinja2
 import psutil
 import pytest
 from patience import still_alive
+from processor_time import processor_s
 from thinned import every
 
 from headrace.frontend.text import chat_template, template_renderer
@@ -162,10 +163,12 @@ def own_helper() -> Iterator[None]:
     ),
 )
 def test_a_hostile_template_ends_with_a_refusal_and_harms_no_other(template: str) -> None:
-    began_s = time.thread_time()
-    with pytest.raises(InvalidRequestError, match="chat template"):
-        render_chat(template, [USER])
-    assert time.thread_time() - began_s < 1.0, "it is not this process that works"
+
+    def refused() -> None:
+        with pytest.raises(InvalidRequestError, match="chat template"):
+            render_chat(template, [USER])
+
+    assert processor_s(refused) < 1.0, "it is not this process that works"
     assert render_chat("{{ messages[0].role }}", [USER]) == "user"
 
 

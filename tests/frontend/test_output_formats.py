@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from typing import Any
 
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processor_time import least_processor_s
 from read_answers import TOOLS, Read, read
 from source_tree import ROOT
 from thinned import every
@@ -295,10 +295,10 @@ def test_a_broken_element_says_no_argument_and_none_of_it_is_content():
 def test_elements_of_many_names_are_read_in_linear_time():
     inner = "".join(f"]<]minimax[>[<k{i}>v]<]minimax[>[</k{i}>" for i in range(20_000))
     text = f']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">]<]minimax[>[<a>{inner}]<]minimax[>[</a>'
-    begun = time.process_time()
-    ((_, said),) = read("minimax_m3", [f"{text}]<]minimax[>[</invoke>]<]minimax[>[</tool_call>"]).calls
+    whole = [f"{text}]<]minimax[>[</invoke>]<]minimax[>[</tool_call>"]
+    ((_, said),) = read("minimax_m3", whole).calls
     assert len(json.loads(said)["a"]) == 20_000
-    assert time.process_time() - begun < 20, "a square of the number would take minutes"
+    assert least_processor_s(lambda: read("minimax_m3", whole), 10) < 10, "a square of the number would take minutes"
 
 
 def test_elements_within_elements_without_end_are_no_call():

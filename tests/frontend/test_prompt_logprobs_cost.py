@@ -5,7 +5,6 @@ Counted in processor time of this process, of a few runs the shortest: a machine
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from processor_time import processor_s
 
 from headrace.core.engine.outputs import StepEvents, drop_departed, gather_prompt_logprobs
 from headrace.frontend.client.request_stream import RequestStream
@@ -68,12 +68,6 @@ def read_by_the_user(count: int, *, flat: bool) -> int:
     assert found is not None
     assert stream.prompt_logprobs is found, "they are made once"
     return len(found) - 1
-
-
-def processor_s(work: Callable[[], int]) -> float:
-    began_s = time.process_time()
-    work()
-    return time.process_time() - began_s
 
 
 @pytest.mark.parametrize(

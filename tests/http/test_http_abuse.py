@@ -23,6 +23,7 @@ import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import Server, ask, connection, read_all, serving
 from patience import wait_until
+from processor_time import least_processor_s
 from thinned import every
 
 from headrace.core.options.engine_options import Options
@@ -94,12 +95,16 @@ def post(path: str, body: bytes, *headers: bytes) -> bytes:
 )
 def test_a_long_name_costs_no_time_and_is_not_repeated(kind, body):
     encoded = json.dumps(body).encode()
-    began_s = time.process_time()
-    with pytest.raises(ApiError) as refused:
-        RequestDecoder(strict=True).decode(encoded, kind)
-    assert time.process_time() - began_s < 0.5
-    assert len(refused.value.body.message) <= LONGEST_MESSAGE
-    assert len(refused.value.body.param or "") <= LONGEST_PARAM
+    refusals = list[ApiError]()
+
+    def decode() -> None:
+        with pytest.raises(ApiError) as refused:
+            RequestDecoder(strict=True).decode(encoded, kind)
+        refusals.append(refused.value)
+
+    assert least_processor_s(decode, 0.5) < 0.5
+    assert len(refusals[0].body.message) <= LONGEST_MESSAGE
+    assert len(refusals[0].body.param or "") <= LONGEST_PARAM
 
 
 def test_long_names_and_values_are_cut_in_every_answer(client):
