@@ -4,7 +4,8 @@ and whole, since they may change once they have been read."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -80,12 +81,16 @@ class Adapter:
     path: Path
     config: Scaling
     modules: Mapping[str, AdapterModule] = field(repr=False)
-    identity: str
-    """sha256, in hexadecimal, of configuration and tensors."""
+    hashed: Future[str] = field(repr=False)
+    """`identity_of` configuration and tensors."""
     rank: int
     """The largest of its modules."""
     turned: bool = False
     """Whether its factors for gated delta networks are for heads in the order of GGUF files."""
+
+    @property
+    def identity(self) -> str:
+        return self.hashed.result()
 
     @property
     def nbytes(self) -> int:
@@ -109,10 +114,22 @@ def check_elements(path: str, elements: int, most_elements: int) -> None:
         raise ModelError(f"the adapter {path} has {elements} values, and the model itself {most_elements}")
 
 
-def add_to(digest: hashlib._Hash, name: str, tensor: Tensor, content: bytes | bytearray | memoryview) -> None:
-    """Adds a tensor to an identity. content: its bytes."""
-    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(content)
+def identity_of(config: bytes, tensors: Iterable[tuple[str, bytes | bytearray | memoryview]]) -> Future[str]:
+    """sha256, in hexadecimal, of a configuration and of each tensor's description and content. Computed beside what the
+    caller does meanwhile, since it takes as long as the rest of a load."""
+
+    def computed() -> str:
+        digest = hashlib.sha256(config)
+        for description, content in tensors:
+            digest.update(description.encode())
+            digest.update(content)
+        return digest.hexdigest()
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-identity")
+    try:
+        return thread.submit(computed)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def check_factors(module: AdapterModule, path: str) -> None:

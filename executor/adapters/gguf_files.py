@@ -8,7 +8,6 @@ file would be: rows of rotary pairs, parts of fused matrices and stacked experts
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -19,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.executor.adapters.adapter import SHOWN, Adapter, AdapterModule, check_elements, check_factors, read_whole
+from headrace.executor.adapters.adapter import (
+    SHOWN,
+    Adapter,
+    AdapterModule,
+    check_elements,
+    check_factors,
+    identity_of,
+    read_whole,
+)
 from headrace.executor.adapters.peft_config import MOST, MOST_INVOCATION_TOKENS
 from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES, architecture_of
 from headrace.executor.checkpoints.sources.gguf.file import GGUFWeights
@@ -92,10 +99,11 @@ def read_gguf(file: Path, spec: ArchSpec, max_rank: int, most_elements: int) -> 
     header = GGUFHeader(file, content)
     config = _scaling(header)
     check_elements(str(file), sum(math.prod(each.shape) for each in header.tensors.values()), most_elements)
-    digest = hashlib.sha256(f"{config} {header.metadata['general.architecture']}".encode())
-    for name, record in sorted(header.tensors.items()):
-        digest.update(f"{name} {record.type_name} {record.shape}".encode())
-        digest.update(np.ascontiguousarray(record.data).data)
+    described = (
+        (f"{name} {record.type_name} {record.shape}", np.ascontiguousarray(record.data).data)
+        for name, record in sorted(header.tensors.items())
+    )
+    hashed = identity_of(f"{config} {header.metadata['general.architecture']}".encode(), described)
     modules = _modules(header, spec)
     for each in modules.values():
         check_factors(each, str(file))
@@ -105,7 +113,7 @@ def read_gguf(file: Path, spec: ArchSpec, max_rank: int, most_elements: int) -> 
             f"the adapter {file} has factors of rank {rank}, which is greater than max_lora_rank, {max_rank}"
         )
     is_turned = header.metadata["general.architecture"] in TURNED
-    return Adapter(file, config, modules, digest.hexdigest(), rank, is_turned)
+    return Adapter(file, config, modules, hashed, rank, is_turned)
 
 
 def _scaling(header: GGUFHeader) -> GGUFScaling:

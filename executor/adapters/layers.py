@@ -414,11 +414,14 @@ class _Mapped:
                 first_columns[module.name] = width
                 a = _own(first.T, self.layers.grown.get(f"{each.name}.weight", {}).get(1), columns).T
                 factors.append(_of_even_rank(a))
-                width += len(factors[-1])
-            scaling = config.scaling(module.name, len(first)) * self._factor(each.name)
+                width += factors[-1].shape[0]
+            scaling = config.scaling(module.name, first.shape[0]) * self._factor(each.name)
             parts.append(LowRankPart(each.first, first_columns[module.name], self._rows(each, second), scaling))
         bias, magnitude = self._bias(linear, matrices, total), self._magnitude(matrices, total)
-        a = torch.cat(factors) if factors else torch.zeros(0, self._own_columns(linear))
+        if len(factors) == 1:
+            (a,) = factors
+        else:
+            a = torch.cat(factors) if factors else torch.zeros(0, self._own_columns(linear))
         return LowRank(total, a, tuple(parts), bias, magnitude)
 
     def _own_columns(self, linear: Linear) -> int:
@@ -429,10 +432,10 @@ class _Mapped:
         """A and B. shape: of the model's matrix, to be checked."""
         assert module.factors is not None, "its caller has looked"
         a, b = module.factors
-        if (said := self.adapter.config.rank_of(module.name)) not in (None, len(a)):
+        if (said := self.adapter.config.rank_of(module.name)) not in (None, a.shape[0]):
             raise self._error(f"{module.name} has factors of rank {len(a)}, and the config says {said}")
         if shape is not None:
-            self._check_shape(module.name, (len(b), a.shape[1]), shape)
+            self._check_shape(module.name, (b.shape[0], a.shape[1]), shape)
         return a, b
 
     def _check_rank(self, module: AdapterModule, rank: int) -> None:
@@ -453,9 +456,11 @@ class _Mapped:
 
     def _bias(self, linear: Linear, matrices: list[_Matrix], total: int) -> Tensor | None:
         """What is added to the layer's own bias; the first rank adds it where ranks add up."""
+        matrices = [each for each in matrices if each.module.b_bias is not None or each.module.bias is not None]
+        if not matrices:
+            return None
         found = torch.zeros(total)
         adds = own_part(linear.columns, self.layers.place) is None or self.layers.place.tp_rank == 0
-        has_any = False
         for each in matrices:
             module, added = each.module, None
             if module.b_bias is not None:
@@ -470,8 +475,7 @@ class _Mapped:
                 added = change if added is None else added + change
             if added is not None and adds:
                 found[each.first : each.first + len(added)] += added
-            has_any |= added is not None
-        return found if has_any and adds else None
+        return found if adds else None
 
     def _magnitude(self, matrices: list[_Matrix], total: int) -> Tensor | None:
         """DoRA's factor of each output: its magnitude over the norm of the row of W + B A."""
@@ -588,7 +592,7 @@ def _swapped(a: Tensor, b: Tensor, count: int) -> Factors:
 
 def _of_even_rank(a: Tensor) -> Tensor:
     """With a row of zeros if their number is odd: kernels in bfloat16 multiply pairs."""
-    return torch.nn.functional.pad(a, (0, 0, 0, 1)) if len(a) % 2 else a
+    return torch.nn.functional.pad(a, (0, 0, 0, 1)) if a.shape[0] % 2 else a
 
 
 def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.executor.adapters.adapter import Adapter, AdapterModule, add_to, check_elements, check_factors, read_whole
+from headrace.executor.adapters.adapter import (
+    Adapter,
+    AdapterModule,
+    check_elements,
+    check_factors,
+    identity_of,
+    read_whole,
+)
 from headrace.executor.adapters.peft_config import AdapterConfig, read_config
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
@@ -27,6 +31,16 @@ FACTORS = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.default)?(?P<end>\.weight|\.bias|)"
 )
+KINDS = {
+    ("lora_A", ".weight"): "a",
+    ("lora_B", ".weight"): "b",
+    ("lora_B", ".bias"): "b_bias",
+    ("lora_embedding_A", ""): "embedding_a",
+    ("lora_embedding_B", ""): "embedding_b",
+    ("lora_magnitude_vector", ""): "magnitude",
+    ("lora_magnitude_vector", ".weight"): "magnitude",
+}
+"""Fields of an `AdapterModule`, by what `FACTORS` finds."""
 WHOLE = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(?P<kind>weight|bias)")
 DTYPES = {
     "F64": torch.float64,
@@ -51,17 +65,14 @@ def read_peft(path: str, max_rank: int, most_elements: int) -> Adapter:
     for what, rank in (("r", config.rank), *(("rank_pattern", each) for each in config.rank_pattern.values())):
         if rank > max_rank:
             raise ModelError(f"the adapter {path} has {what} {rank}, which is greater than max_lora_rank, {max_rank}")
-    digest = hashlib.sha256(config.canonical)
-    modules: dict[str, AdapterModule] = {}
-    for name, tensor, content in _tensors(folder, most_elements):
-        add_to(digest, name, tensor, content)
-        _take(modules, name, tensor, path)
-    if not modules:
-        raise ModelError(f"the adapter {path} has no tensors")
+    tensors = list(_tensors(folder, most_elements))
+    described = [(f"{name} {tensor.dtype} {list(tensor.shape)}", content) for name, tensor, content in tensors]
+    hashed = identity_of(config.canonical, described)
+    modules = _modules({name: tensor for name, tensor, _ in tensors}, path)
     for each in modules.values():
         _check(each, config, path)
     rank = max(config.rank, *config.rank_pattern.values(), 0)
-    return Adapter(folder, config, modules, digest.hexdigest(), rank)
+    return Adapter(folder, config, modules, hashed, rank)
 
 
 def _tensors(folder: Path, most_elements: int) -> Iterator[tuple[str, Tensor, bytes | bytearray | memoryview]]:
@@ -100,31 +111,31 @@ def _not_float(path: str, name: str, kind: object) -> ModelError:
     return ModelError(f"the adapter {path}: {printable(name)} is stored as {kind}, and floats are expected")
 
 
-def _take(modules: dict[str, AdapterModule], name: str, tensor: Tensor, path: str) -> None:
-    if not tensor.is_floating_point():
-        raise _not_float(path, name, tensor.dtype)
+def _modules(tensors: dict[str, Tensor], path: str) -> dict[str, AdapterModule]:
+    if not tensors:
+        raise ModelError(f"the adapter {path} has no tensors")
+    found = dict[str, dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise _not_float(path, name, tensor.dtype)
+        module, kind = _meaning(name, path)
+        if found.setdefault(module, {}).setdefault(kind, tensor) is not tensor:
+            raise ModelError(f"the adapter {path} has two tensors for {kind} of {printable(module)}")
+    return {name: AdapterModule(name, **each) for name, each in found.items()}
+
+
+def _meaning(name: str, path: str) -> tuple[str, str]:
+    """The module that a tensor is for, and which field of an `AdapterModule` it is."""
     own = name.removeprefix(PREFIX)
-    found = FACTORS.fullmatch(own)
-    kind = ""
-    if found is not None:
-        kind = {
-            ("lora_A", ".weight"): "a",
-            ("lora_B", ".weight"): "b",
-            ("lora_B", ".bias"): "b_bias",
-            ("lora_embedding_A", ""): "embedding_a",
-            ("lora_embedding_B", ""): "embedding_b",
-            ("lora_magnitude_vector", ""): "magnitude",
-            ("lora_magnitude_vector", ".weight"): "magnitude",
-        }.get((found["kind"], found["end"]), "")
+    if (found := FACTORS.fullmatch(own)) is not None:
+        kind = KINDS.get((found["kind"], found["end"]))
     elif (found := WHOLE.fullmatch(own)) is not None:
         kind = found["kind"]
-    if found is None or not kind:
+    else:
+        kind = None
+    if found is None or kind is None:
         raise ModelError(f"the adapter {path}: a tensor {printable(name)} means nothing in a LoRA adapter")
-    module = modules.get(found["module"], AdapterModule(found["module"]))
-    if getattr(module, kind) is not None:
-        raise ModelError(f"the adapter {path} has two tensors for {kind} of {printable(found['module'])}")
-    changed: dict[str, Any] = {kind: tensor}
-    modules[found["module"]] = replace(module, **changed)
+    return found["module"], kind
 
 
 def _check(module: AdapterModule, config: AdapterConfig, path: str) -> None:

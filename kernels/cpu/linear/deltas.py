@@ -71,8 +71,8 @@ class DeltaTable:
 
     def _fill(self, found: DeltaC, delta: LowRank, packing: _Packing) -> None:
         """Packs one weight's part."""
-        found.width, found.replaces = len(delta.a), delta.whole is not None
-        if len(delta.a):
+        found.width, found.replaces = delta.a.shape[0], delta.whole is not None
+        if found.width:
             found.a = packing.add(delta.a, HALF_ROWS)
         if delta.whole is None and self._are_whole_panels(delta):
             panels = self._panels_of_parts(delta, packing)
@@ -114,9 +114,9 @@ class DeltaTable:
     def _are_whole_panels(self, delta: LowRank) -> bool:
         """Whether each part has all rows of its panels, within one half of a gated pair."""
         half = self._weight.columns
-        edges = [edge for part in delta.parts for edge in (part.first_row, part.first_row + len(part.b))]
-        within = all(part.first_row // half == (part.first_row + len(part.b) - 1) // half for part in delta.parts)
-        return within and half % PANEL_ROWS == 0 and not any(edge % PANEL_ROWS for edge in edges)
+        spans = [(part.first_row, part.first_row + part.b.shape[0]) for part in delta.parts]
+        within = all(first // half == (last - 1) // half for first, last in spans)
+        return within and half % PANEL_ROWS == 0 and not any(edge % PANEL_ROWS for span in spans for edge in span)
 
     def _panels_of_parts(self, delta: LowRank, packing: _Packing) -> np.ndarray:
         """As `_panels_of_rows`, where `_are_whole_panels` says so."""
@@ -124,7 +124,7 @@ class DeltaTable:
         panels = np.zeros(len(self._order) // PANEL_ROWS, _PANELS)
         for part in delta.parts:
             which, first = divmod(part.first_row, half)
-            rank, count = part.b.shape[1], len(part.b) // PANEL_ROWS
+            rank, count = part.b.shape[1], part.b.shape[0] // PANEL_ROWS
             own = panels[first // PANEL_ROWS * fan + which :: fan][:count]
             own["data"] = packing.add(part.b, PANEL_ROWS, part.scale) + np.arange(count) * packing.panel_bytes(rank)
             own["begin"], own["count"] = part.first_column, rank
