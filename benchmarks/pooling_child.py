@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -108,6 +109,44 @@ def vllm_engine(folder: Path, dtype: str) -> Any:
     return LLM(str(folder), runner="pooling", dtype=dtype, max_model_len=512)
 
 
+def fastembed(folder: Path, dtype: str) -> Embed:
+    from fastembed import TextEmbedding
+    from fastembed.common.model_description import ModelSource, PoolingType
+
+    exported(folder)
+    width = json.loads((folder / "config.json").read_text())["hidden_size"]
+    TextEmbedding.add_custom_model(
+        model=folder.name, pooling=PoolingType.MEAN, normalization=True, sources=ModelSource(hf=folder.name), dim=width,
+        model_file="model.onnx",
+    )  # fmt: skip
+    model = TextEmbedding(folder.name, specific_model_path=str(folder))
+    return lambda texts: list(model.embed(texts, batch_size=32))
+
+
+def infinity(folder: Path, dtype: str) -> Embed:
+    import asyncio
+
+    from infinity_emb import AsyncEmbeddingEngine, EngineArgs
+
+    arguments = EngineArgs(
+        model_name_or_path=str(folder), engine="torch", device="cpu", dtype=dtype, model_warmup=False, batch_size=32
+    )
+    engine, loop = AsyncEmbeddingEngine.from_args(arguments), asyncio.new_event_loop()
+    loop.run_until_complete(engine.astart())
+    return lambda texts: loop.run_until_complete(engine.embed(texts))[0]
+
+
+def llama_cpp_python(folder: Path, dtype: str) -> Embed:
+    import llama_cpp
+    from pooling_gguf import gguf_of_bert
+
+    model = llama_cpp.Llama(
+        str(gguf_of_bert(folder, dtype)), embedding=True, n_ctx=8192, n_batch=8192, n_ubatch=8192, n_threads=2,
+        n_threads_batch=2, verbose=False,
+    )  # fmt: skip
+    return lambda texts: model.embed(texts, normalize=True, truncate=False)
+
+
 def tokenizer_of(folder: Path) -> Callable[[list[str]], Inputs]:
     import numpy as np
     import transformers
@@ -142,7 +181,15 @@ def in_batches(folder: Path, states_of: Callable[[Inputs], Any]) -> Embed:
     return embed
 
 
-PEERS = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "openvino": openvino, "vllm": vllm}
+PEERS = {
+    "sentence-transformers": sentence_transformers,
+    "onnxruntime": onnxruntime,
+    "fastembed": fastembed,
+    "openvino": openvino,
+    "infinity-emb": infinity,
+    "llama-cpp-python": llama_cpp_python,
+    "vllm": vllm,
+}
 MOST_S = 30.0
 """After this time a case has no further rounds, so that large models are measured in a few minutes."""
 
@@ -178,7 +225,8 @@ def main() -> None:
         for case in cases:
             texts = texts_of(case["kind"], case["count"])
             results[case["name"]] = measured(functools.partial(embed, texts), num_tokens(texts), case["rounds"])
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    os._exit(0)  # infinity-emb's threads never end
 
 
 if __name__ == "__main__":

@@ -86,6 +86,9 @@ def make_folder(name: str, folder: Path) -> Path:
         tokenizer_object=tokenizer, cls_token=begin, sep_token=end, pad_token="<pad>", unk_token="<unknown>",
         model_max_length=512,
     ).save_pretrained(folder)  # fmt: skip
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    told["tokenizer_class"] = "PreTrainedTokenizerFast"  # as transformers 4, infinity-emb's, calls it
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
     torch.manual_seed(0)
     model = getattr(transformers, named)(transformers.AutoConfig.for_model(**config))
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -1,11 +1,12 @@
-"""Embeddings and rerankings compared with sentence-transformers, onnxruntime and OpenVINO, alternately in one run.
+"""Embeddings and rerankings compared with other engines, alternately in one run.
 
-    python benchmarks/pooling_peers.py --peers PEERS/bin/python [--vllm VLLM/bin/python] [--only MiniLM-L6 ...]
-        [--rounds 3] [--out FILE.json]
+    python benchmarks/pooling_peers.py --peers PEERS/bin/python [--infinity INFINITY/bin/python]
+        [--llama-cpp LLAMA/bin/python] [--vllm VLLM/bin/python] [--only MiniLM-L6 ...] [--rounds 3] [--out FILE.json]
 
 Models have their true dimensions and random weights; texts have 16, 128 or 512 tokens, or a log-normal mix. PEERS is an
-environment with sentence-transformers, onnxruntime, onnx, openvino and nncf (torch as here), VLLM one with vLLM;
-without them only Headrace is measured. A peer that fails is listed with its error. Figures are medians over the rounds,
+environment with sentence-transformers, onnxruntime, onnx, fastembed, openvino and nncf (torch as here), INFINITY one
+with infinity-emb, LLAMA one with llama-cpp-python and gguf, VLLM one with vLLM; those without an environment are left
+out. A peer that fails is listed with its error. Figures are medians over the rounds,
 in tokens per second; a single text's are milliseconds over HTTP (Headrace) or of a call (peers). A case has no further
 rounds after 30 seconds; --share 0.05 with --rounds 1 is enough for Qwen3-Embedding-0.6B. Nothing else may run on the
 machine meanwhile.
@@ -36,10 +37,15 @@ from headrace import LLM
 HERE = Path(__file__).parent
 PEERS = (
     *("sentence-transformers float32", "sentence-transformers bfloat16"),
-    *("onnxruntime float32", "onnxruntime int8"),
+    *("onnxruntime float32", "onnxruntime int8", "fastembed float32"),
     *("openvino float32", "openvino bfloat16", "openvino int8"),
 )
-VLLM_PEERS = ("vllm bfloat16",)
+OTHER_PEERS = {
+    "infinity": ("infinity-emb float32", "infinity-emb bfloat16"),
+    "llama_cpp": ("llama-cpp-python float32", "llama-cpp-python bfloat16", "llama-cpp-python q8_0"),
+    "vllm": ("vllm bfloat16",),
+}
+"""By the option with their Python."""
 OURS: dict[str, dict[str, Any]] = {
     "headrace float32": {"dtype": "float32"},
     "headrace bfloat16": {"dtype": "bfloat16"},
@@ -136,7 +142,7 @@ def until_ready(path: str, server: subprocess.Popen[bytes]) -> None:
 def peer(python: Path, name: str, folder: Path, cases: list[dict[str, Any]]) -> dict[str, Any]:
     command = [str(python), str(HERE / "pooling_child.py"), name, str(folder), json.dumps(cases)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if name in VLLM_PEERS:  # as it is fastest on a CPU
+    if name in OTHER_PEERS["vllm"]:  # as it is fastest on a CPU
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
         environment["LD_PRELOAD"] = str(next(python.parents[1].rglob("libiomp5.so"), ""))
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -145,6 +151,14 @@ def peer(python: Path, name: str, folder: Path, cases: list[dict[str, Any]]) -> 
     lines = done.stdout.splitlines()  # vLLM logs there, too
     found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     return found
+
+
+def takes(name: str, shape: str) -> bool:
+    """Whether a peer can be measured with a model: onnxruntime's and OpenVINO's vectors are means here, and GGUF files
+    are written of BERT alone."""
+    if shape == RERANKER:
+        return name.startswith(RERANKERS)
+    return SHAPES[shape][0] == "BertModel" or name.startswith(("sentence-transformers", "infinity-emb", "vllm"))
 
 
 def table(results: dict[str, Any]) -> str:
@@ -163,6 +177,8 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="a Python with the peers' packages")
+    parser.add_argument("--infinity", type=Path, help="a Python with infinity-emb")
+    parser.add_argument("--llama-cpp", type=Path, help="a Python with llama-cpp-python")
     parser.add_argument("--vllm", type=Path, help="a Python with vLLM")
     parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -179,10 +195,11 @@ def main() -> None:
                 found[name] = ours(folder, options, cases)
             if shape != RERANKER:
                 found["headrace bfloat16, HTTP"] = over_http(folder, arguments.rounds, arguments.share)
-            for name in (*PEERS, *VLLM_PEERS):
-                python = arguments.vllm if name in VLLM_PEERS else arguments.peers
-                if python is not None and (shape != RERANKER or name.startswith(RERANKERS)):
-                    found[name] = peer(python, name, folder, cases)
+            for option, names in {"peers": PEERS, **OTHER_PEERS}.items():
+                python = getattr(arguments, option)
+                for name in names if python is not None else ():
+                    if takes(name, shape):
+                        found[name] = peer(python, name, folder, cases)
             results[shape] = found
             print(table({shape: found}), flush=True)
     if arguments.out is not None:
