@@ -167,6 +167,9 @@ class Worker:
         gc.freeze()  # so that no garbage collection scans these objects while tokens stream
         give_back_freed_memory()
         release_unchanged_files()
+        # Adapters are loaded and weights are exchanged on threads of their own, and a step needs the interpreter after
+        # each of its products: the default of 5 ms would stretch it.
+        sys.setswitchinterval(2e-4)
         self._channel.send(Allocated(startup_s=(self._startup_s,)))
         with contextlib.suppress(RingInterruptedError):
             self._serve(rank, self._steps)
