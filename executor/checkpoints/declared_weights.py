@@ -38,7 +38,7 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     weights = each_expert(spec, under_own_names(spec, Weights.of(source)))
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
-    weights = _in_each_layer(spec, weights)
+    weights = _without_padded_rows(spec, _in_each_layer(spec, weights))
     if spec.task_types:
         weights = _with_first_task(spec, weights)
     if places := places_of(spec, weights.names()):
@@ -78,6 +78,21 @@ def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:
         return weights
     gone = frozenset(sources.values())
     return weights.then("shared tables", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
+
+
+def _without_padded_rows(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights without the rows of both ends that stand for no token."""
+    ends = (_table(spec, weights.names()), _head(spec, weights.names()))
+    found = frozenset(name for name in ends if name is not None and _has_padded_rows(spec, weights, name))
+    if not found:
+        return weights
+    place = StoredRows("", spec.stored_vocab, np.arange(spec.vocab_size))
+    places = {name: replace(place, name=name) for name in found}
+    return weights.then("rows of tokens alone", found, partial(_placed, weights, places))
+
+
+def _has_padded_rows(spec: ArchSpec, weights: Weights, name: str) -> bool:
+    return spec.stored_vocab > 0 and name in weights.names() and weights.shape(name)[0] == spec.stored_vocab
 
 
 def _with_first_task(spec: ArchSpec, weights: Weights) -> Weights:

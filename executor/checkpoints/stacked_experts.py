@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,10 +18,10 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
         return weights
     held, found = weights.names(), dict[str, _StoredExpert]()
     prefix = spec.names.prefix_in(held)
-    for index in range(spec.num_layers):
+    for index, stacked in itertools.product(range(spec.num_layers), (spec.stacked, *spec.also_stacked)):
         start = spec.names.layer(prefix, index)
-        of_layer = _flat_places if spec.stacked.flat else _places
-        found |= of_layer(spec, index, spec.stacked, start, weights, held)
+        of_layer = _flat_places if stacked.flat else _places
+        found |= of_layer(spec, index, stacked, start, weights, held)
     if not found:
         return weights
     gone = frozenset(place.stored for place in found.values())
@@ -143,6 +144,6 @@ def _places(
         )
         for expert in range(shape[0]):
             for part, stored, rows in parts:
-                own = f"{start}{names.experts}.{expert}.{part}{kind}"
+                own = f"{start}{names.experts}.{stacked.first + expert}.{part}{kind}"
                 found[own] = _StoredExpert(start + stored, expert, rows, is_transposed)
     return found

@@ -253,7 +253,7 @@ class CpuWeights(CheckedWeights):
             places=places,
             loads=loads,
             deltas=deltas,
-            factors=None if declared.factors is None else self.values(declared.factors, prefix),
+            factors=None if declared.factors is None else self.read(declared.factors, prefix),
         )
         if places is not None and loads is not None:
             self.note_balanced(packed, places, loads, deltas)

@@ -90,10 +90,11 @@ class Kept:
     name: str
     shape: tuple[int, ...]
     """Of one token, or of the sequence. The first dimension counts units, which stay whole in memory: the heads, or the
-    past inputs of a convolution (of the name history)."""
+    past inputs of a convolution (of a name that begins with history)."""
     dtype: Literal["cache"] | StateType = "cache"
     """cache: what the engine's options say: of a token, the type of cached keys and values; of a state, that of the
-    spec (`history_type` for the name history, else `state_type`). Another: that of a state, whatever they say."""
+    spec (`history_type` for names that begin with history, else `state_type`). Another: that of a state, whatever they
+    say."""
 
     @property
     def unit_bytes(self) -> int:
@@ -193,6 +194,8 @@ class StackedExperts:
     """Whether the gate's and the up projection's rows alternate in `gate_up`."""
     up: str = ""
     """The up projection's matrices, where `gate_up` has the gate's alone."""
+    first: int = 0
+    """Number of the first of these experts in the layer."""
     flat: bool = False
     """Whether the tensors are [num_experts * inner, hidden]: the rows of all gates (or ups, or transposed downs)."""
 
@@ -336,6 +339,11 @@ class ArchSpec:
     scaled: tuple[tuple[str, float], ...] = ()
     """(name of a layer's weight, factor), by which the weight is multiplied on reading. The names are complete."""
     stacked: StackedExperts | None = None
+    also_stacked: tuple[StackedExperts, ...] = ()
+    """Of checkpoints that have others, or several in a layer."""
+    stored_vocab: int = 0
+    """Rows that the embedding and the head may have in checkpoints, of which the first vocab_size are read; 0: they
+    have vocab_size."""
     history_type: StateType = "float32"
     """In which layers keep the past inputs of their convolutions."""
     state_type: StateType = "float32"
@@ -527,7 +535,7 @@ class ArchSpec:
     def _typed(self, kept: Kept) -> Kept:
         if kept.dtype != "cache":
             return kept
-        return replace(kept, dtype=self.history_type if kept.name == "history" else self.state_type)
+        return replace(kept, dtype=self.history_type if kept.name.startswith("history") else self.state_type)
 
     @property
     def cpu_alone(self) -> str:

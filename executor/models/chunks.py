@@ -80,15 +80,27 @@ def query_growth(batch: PagedBatch, positions_per_step: int, share: float, offse
     """`growth_at` of each token, [num_tokens] float32."""
     key = ("query growth", positions_per_step, share, offset)
     if key not in batch.memo:
-        tokens = torch.arange(len(batch.slot_mapping), device=batch.seq_lens.device)
-        sequences = torch.searchsorted(batch.query_start[1:].long(), tokens, right=True).clamp(
-            max=len(batch.seq_lens) - 1
-        )
-        before = batch.seq_lens[sequences] - (batch.query_start[sequences + 1] - batch.query_start[sequences])
-        positions = (before + tokens - batch.query_start[sequences]).float()
-        batch.memo[key] = growth_at(positions, positions_per_step, share, offset)
+        batch.memo[key] = growth_at(_positions(batch), positions_per_step, share, offset)
     found: Tensor = batch.memo[key]
     return found
+
+
+def log_growth(batch: PagedBatch, floor: int, share: float) -> Tensor:
+    """Factors of scores, [num_tokens] float32, which keep attention sharp in contexts of more than `floor` tokens:
+    1 + share * log(tokens in the context / floor)."""
+    key = ("log growth", floor, share)
+    if key not in batch.memo:
+        batch.memo[key] = 1 + share * ((_positions(batch) + 1) / floor).clamp(min=1).log()
+    found: Tensor = batch.memo[key]
+    return found
+
+
+def _positions(batch: PagedBatch) -> Tensor:
+    """Of each token, [num_tokens] float32."""
+    tokens = torch.arange(len(batch.slot_mapping), device=batch.seq_lens.device)
+    sequences = torch.searchsorted(batch.query_start[1:].long(), tokens, right=True).clamp(max=len(batch.seq_lens) - 1)
+    before = batch.seq_lens[sequences] - (batch.query_start[sequences + 1] - batch.query_start[sequences])
+    return (before + tokens - batch.query_start[sequences]).float()
 
 
 def growth_at(positions: Tensor, positions_per_step: int, share: float, offset: int) -> Tensor:

@@ -365,6 +365,16 @@ class EagerAttend:
     def __call__(self, qkv: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], of which some layers have queries, or queries and
         keys, alone -> [num_tokens, num_heads * head_dim]"""
+        query, batch = self.prepared(qkv, step, cache), step.batch
+        if self._query_growth is not None:
+            query = (query * query_growth(batch, *self._query_growth)[:, None, None]).to(query.dtype)
+        if self._chunk_size is not None:
+            batch = in_chunks(batch, self._chunk_size, self._chunks_before)
+        attended = self._attend(query, cache.keys, cache.values, batch, self._params, cache.scales)
+        return attended.view(len(query), -1)
+
+    def prepared(self, qkv: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        """Writes the cache. qkv as above -> queries, normed and rotated, [num_tokens, num_heads, head_dim]"""
         num_keys = 0 if self._reads_only else self.num_kv_heads
         num_values = 0 if self._keys_are_values else num_keys
         if self._clip is not None:
@@ -376,21 +386,15 @@ class EagerAttend:
         if self._value_norm is not None:
             value = self._value_norm(value)[0]
         if self._prepare is not None:
-            query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
+            prepared: Tensor = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
+            return prepared
+        if self._norm_after_rotation:
+            query, key = self._normed(*self._turned(query, key, step))
         else:
-            if self._norm_after_rotation:
-                query, key = self._normed(*self._turned(query, key, step))
-            else:
-                query, key = self._turned(*self._normed(query, key), step)
-            if not self._reads_only:
-                self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
-        batch = step.batch
-        if self._query_growth is not None:
-            query = (query * query_growth(batch, *self._query_growth)[:, None, None]).to(query.dtype)
-        if self._chunk_size is not None:
-            batch = in_chunks(batch, self._chunk_size, self._chunks_before)
-        attended = self._attend(query, cache.keys, cache.values, batch, self._params, cache.scales)
-        return attended.view(len(query), -1)
+            query, key = self._turned(*self._normed(query, key), step)
+        if not self._reads_only:
+            self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
+        return query
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return (

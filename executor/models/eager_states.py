@@ -37,7 +37,10 @@ from headrace.kernels.reference.states import GATES, ConvolveParams, ScanParams
 
 def convolve_params(weights: CheckedWeights, declared: Convolve, prefix: str) -> ConvolveParams:
     weight, bias = weights.filters(declared, prefix)
-    return ConvolveParams(weight, bias, declared.activation, declared.gated)
+    if declared.residual:
+        weight[:, -1] += 1
+    places = declared.history, declared.first_draft_element
+    return ConvolveParams(weight, bias, declared.activation, declared.gated, *places)
 
 
 def scan_params(weights: CheckedWeights, declared: Scan, prefix: str) -> ScanParams:

@@ -168,11 +168,11 @@ class CheckedWeights:
         """This rank's part of a `Convolve`: weights [channels, width] and biases [channels], float32."""
         weights, biases = [], []
         for name, channels in declared.matrices:
-            own = channels.own(self.place)
-            self._check(f"{prefix}{name}.weight", (channels.size, 1, declared.width))
+            own, size = own_part(channels, self.place), size_of(channels)
+            self._check(f"{prefix}{name}.weight", (size, 1, declared.width))
             weights.append(self._floats(f"{prefix}{name}.weight", own)[:, 0].to(self.device, torch.float32))
             if declared.bias:
-                biases.append(self.vector(f"{prefix}{name}.bias", channels.size, take=own))
+                biases.append(self.vector(f"{prefix}{name}.bias", size, take=own))
         weight = torch.cat(weights).contiguous()
         self.nbytes += weight.nbytes
         return weight, torch.cat(biases) if biases else None

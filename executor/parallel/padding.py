@@ -97,13 +97,14 @@ def _padded_part(
     if len(shape) == 1:
         return _padded_vector(part, grown[0], *bounds(rows, shape[0]))
     height, width = part_size(shape, rows, columns)
+    wanted = (height, *shape[1:-1], width)
     pieces = _pieces(shape, grown, rows, columns)
     parts = [part(p.source_rows, p.source_columns) for p in pieces]
-    if len(parts) == 1 and parts[0].shape == (height, width):
+    if len(parts) == 1 and parts[0].shape == wanted:
         return parts[0]
-    whole = parts[0].new_zeros(height, width) if parts else torch.zeros(height, width)
+    whole = parts[0].new_zeros(wanted) if parts else torch.zeros(wanted)
     for piece, found in zip(pieces, parts, strict=True):
-        whole[piece.rows, piece.columns] = found
+        whole[piece.rows, ..., piece.columns] = found
     return whole
 
 

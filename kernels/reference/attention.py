@@ -274,6 +274,27 @@ def gather_tokens(
     return _gather(_caches(dtype, cache, cache, scales)[0], blocks, 1)[0, :length]
 
 
+def gather_heads(
+    dtype: torch.dtype,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scales: CacheScales | None,
+    batch: PagedBatch,
+    sequence: int,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """A sequence's keys and values from position `first` on, which begins a block: each [num_kv_heads, context length -
+    first, head_dim] in `dtype`."""
+    length, num_kv_heads = batch.context_lens[sequence], key_cache.shape[1]
+    blocks = batch.block_tables[sequence, first // batch.block_size : -(-length // batch.block_size)].long()
+    rows = (blocks * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]).reshape(-1)
+    keys, values = (
+        _gather(each, rows, num_kv_heads)[:, : length - first]
+        for each in _caches(dtype, key_cache, value_cache, scales)
+    )
+    return keys, values
+
+
 def _attend_decodes(
     query: Tensor, key_cache: _Cache, value_cache: _Cache, group: _DecodeGroup, params: AttentionParams, out: Tensor
 ) -> None:

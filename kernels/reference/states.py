@@ -129,6 +129,10 @@ class ConvolveParams:
     """[channels] float32"""
     activation: str | None
     gated: bool
+    history: str = "history"
+    """Name of the kept inputs."""
+    first_draft_element: int = 0
+    """Where in a draft's kept input those of this op begin."""
 
 
 def convolve(x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerState) -> Tensor:
@@ -141,10 +145,10 @@ def convolve(x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerS
         before, after, inner = values.split(channels, dim=1)
         values = before * inner
     result = torch.empty(len(x), channels, device=x.device)
-    history = state.kept["history"]
+    history, drafted = state.kept[params.history], state.drafted[:, :, params.first_draft_element :]
     for each in batch.sequences:
         own = values[each.span]
-        replayed = state.drafted[each.row, : each.replayed, :channels]
+        replayed = drafted[each.row, : each.replayed, :channels]
         inputs = torch.cat([history.read(each.source), replayed, own])  # the first width - 1 are of tokens before
         count = len(own)
         total = torch.zeros_like(own)
@@ -155,7 +159,7 @@ def convolve(x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerS
         for end, pages in each.stores:
             history.write(pages, inputs[end : end + width - 1])
         drafts = own[each.committed :]
-        state.drafted[each.row, : len(drafts), :channels] = drafts
+        drafted[each.row, : len(drafts), :channels] = drafts
     if params.activation == "silu":
         result = F.silu(result)
     return (result if after is None else after * result).to(x.dtype)

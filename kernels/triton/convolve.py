@@ -30,7 +30,7 @@ def convolve(x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerS
     channels, width = params.weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    num_seqs = len(batch.rows)
+    num_seqs, drafted = len(batch.rows), state.drafted[:, :, params.first_draft_element :]
 
     def launch(programs: int, tokens: int, *, computes: bool, stores: bool) -> None:
         convolve_kernel[(programs, -(-channels // BLOCK))](
@@ -38,8 +38,8 @@ def convolve(x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerS
             params.weight,
             params.bias,
             out,
-            state.drafted,
-            *unit_arguments(state.kept["history"]),
+            drafted,
+            *unit_arguments(state.kept[params.history]),
             *step_arguments(batch),
             num_seqs,
             channels,

@@ -35,7 +35,7 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
-EACH_KIND = (*("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1"),)
+EACH_KIND = (*("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "inkling"),)
 """A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
@@ -144,16 +144,16 @@ def test_preempted_requests_answer_as_transformers_does(folder: Path, name: str)
                         "falcon_h1",
                         "jamba",
                     ),
-                    *("mamba2_one_group", "bamba", "kimi_linear", "minimax"),
+                    *("mamba2_one_group", "bamba", "kimi_linear", "minimax", "inkling"),
                 ),
             ),
         ),
         # Stages have whole layers, whatever is in them.
         *thinned(
             itertools.product(
-                ("pipeline",), ("lfm2_biases", "lfm2_moe", "mamba2", "qwen3_next", "falcon_h1", "glm5_next")
+                ("pipeline",), ("lfm2_biases", "lfm2_moe", "mamba2", "qwen3_next", "falcon_h1", "glm5_next", "inkling")
             ),
-            {("pipeline", "lfm2_moe"), ("pipeline", "qwen3_next")}.__contains__,
+            {("pipeline", "lfm2_moe"), ("pipeline", "inkling")}.__contains__,
         ),
     ],
 )
@@ -184,6 +184,12 @@ def usual_error(name: str, llm: LLM) -> float:
     return float(torch.cat(differences).median())
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "inkling"])
+def test_scaled_logits_are_those_of_transformers(folder: Path, name: str) -> None:
+    with LLM(str(saved(folder, name)), **TIGHT, **LOGITS) as llm:
+        assert usual_error(name, llm) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     pairs(("lfm2", "qwen3_5", "jamba", "falcon_h1", "kimi_linear", "minimax"), ("int8", "fp8", "fp8_e5m2")),
@@ -203,6 +209,7 @@ def test_keys_of_8_bits_beside_states_give_logits_near_those_of_floats(folder: P
                 for name in ("lfm2", "mamba2", "qwen3_5", "jamba", "kimi_linear")
             ),
             ("falcon_h1", {"mamba_cache_dtype": "float16"}),
+            ("inkling", {"mamba_cache_dtype": "bfloat16"}),
             ("recurrent_gemma", {"mamba_cache_dtype": "bfloat16"}),
             ("minimax", {"mamba_ssm_cache_dtype": "bfloat16"}),
             ("mamba2", {"mamba_cache_dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}),
@@ -242,7 +249,9 @@ def test_a_state_of_a_declared_type_keeps_it_whatever_the_options_say(folder: Pa
     assert {tuple(kept.dtype for kept in layer) for layer in own.own_states(1)} == {("bfloat16", "float32")}
 
 
-@pytest.mark.parametrize("name", every(2, ["lfm2", "glm5_next", "mamba2", "jamba", "qwen3_5", "falcon_h1", "minimax"]))
+@pytest.mark.parametrize(
+    "name", [*every(2, ["lfm2", "glm5_next", "mamba2", "jamba", "qwen3_5", "falcon_h1", "minimax"]), "inkling"]
+)
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     """Of few tokens, so that some drafts are accepted and others are not."""

@@ -156,8 +156,23 @@ def glm_5_3() -> Any:
     return transformers.Glm5NextForConditionalGeneration(config)
 
 
+def inkling() -> Any:
+    """Whose embedding and head are stored with rows that stand for no token."""
+    text = TEXT | {
+        "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "head_dim": 16,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 20,
+        "d_rel": 4, "rel_extent": 24, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 32, "unpadded_vocab_size": 300,
+    }  # fmt: skip
+    vision, audio = {"hidden_size": 32, "num_hidden_layers": 4, "patch_size": 4}, {"n_mel_bins": 4, "mel_vocab_size": 8}
+    tokens = {"image_token_id": 310, "audio_token_id": 311, "image_bos_token_id": 312, "audio_bos_token_id": 313}
+    config = transformers.InklingConfig(text_config=text, vision_config=vision, audio_config=audio, **tokens)
+    return transformers.InklingForConditionalGeneration(config)
+
+
 WITH_STATES: dict[str, Callable[[], Any]] = {
     "glm 5.3": glm_5_3,
+    "inkling": inkling,
     "qwen 3.5": qwen_3_5("Qwen3_5"),
     "qwen 3.5 with experts": qwen_3_5(
         "Qwen3_5Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32

@@ -37,7 +37,7 @@ class Case:
         page = torch.arange(self.units) // per_page
         offset = torch.arange(self.units) % per_page * (elements + 3) + 5
         memory = torch.full((PAGES, per_page * (elements + 3) + 9), torch.nan, dtype=dtype)
-        name = "history" if self.op == "convolve" else "state"
+        name = self.params.history if self.op == "convolve" else "state"
         drafted = torch.full((8, MOST_DRAFTS, self.draft_elements), torch.nan)
         return LayerState({name: KeptUnits(memory, page, offset, self.shape)}, drafted)
 
@@ -50,11 +50,14 @@ class Case:
         return kernels.choose_reference(self.op)
 
 
-def convolution(channels: int, width: int, *, gated: bool = False, silu: bool = False, bias: bool = False) -> Case:
-    params = ConvolveParams(
-        torch.randn(channels, width), torch.randn(channels) if bias else None, "silu" if silu else None, gated
-    )
-    return Case("convolve", params, (channels * (3 if gated else 1),), width - 1, (channels,), channels)
+def convolution(
+    channels: int, width: int, *, gated: bool = False, silu: bool = False, bias: bool = False, second: bool = False
+) -> Case:
+    """second: whether it is not the first convolution of its layer."""
+    places = ("history_mixer", 7) if second else ("history", 0)
+    weight, activation = torch.randn(channels, width), "silu" if silu else None
+    params = ConvolveParams(weight, torch.randn(channels) if bias else None, activation, gated, *places)
+    return Case("convolve", params, (channels * (3 if gated else 1),), width - 1, (channels,), places[1] + channels)
 
 
 def recurrence(heads: int, head_dim: int, size: int, groups: int, limits: tuple[float, float] = (0.0, 1e9)) -> Case:
@@ -125,6 +128,7 @@ CASES = {
     "LFM2's convolution": convolution(64, 3, gated=True),
     "Mamba's convolution": convolution(83, 4, silu=True, bias=True),
     "two taps": convolution(20, 2),
+    "a layer's second convolution": convolution(20, 4, second=True),
     "a scan": recurrence(2, 16, 128, 1),
     "odd sizes, groups, limits": recurrence(6, 7, 20, 3, (0.01, 0.8)),
     "a gated delta rule": attention(4, 2, 128, 128, decays=1, correction=1.0),

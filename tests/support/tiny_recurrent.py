@@ -36,6 +36,14 @@ GLM5_NEXT = {
     "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "index_kpool": 4,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
 }  # fmt: skip
+INKLING: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 8, "sliding_window_size": 20,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"], "d_rel": 5, "rel_extent": 40,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_shared_experts": 2, "route_scale": 8.0, "logits_mup_width_multiplier": 3.0,
+    "log_scaling_n_floor": 30, "log_scaling_alpha": 0.3, "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 BESIDE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
@@ -128,6 +136,7 @@ FAMILIES: dict[str, TinyModel] = {
         num_key_value_heads=4,
     ),
     "glm5_next": TinyModel("Glm5NextForCausalLM", "Glm5NextTextConfig", SMALL | GLM5_NEXT, 0.2),
+    "inkling": TinyModel("InklingForCausalLM", "InklingTextConfig", SMALL | INKLING, 0.2),
     "minimax": tiny(
         "MiniMax", num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"],
         head_dim=8, num_local_experts=8, num_experts_per_tok=3, block_size=16, full_attn_alpha_factor=3.5,

@@ -280,8 +280,8 @@ class ExpertStack(Declared):
     inner: Axis
     activation: str
     bias: bool = False
-    factors: Vector | None = None
-    """Multiplies each expert's share of a result."""
+    factors: Declared | None = None
+    """Multiplies each expert's share of a result: a `Vector`, or what is read as one."""
 
     def weights(self) -> Iterator[Weight]:
         if self.factors is not None:

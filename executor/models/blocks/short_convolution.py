@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec, Fused, Kept
-from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, StateMixer, Weight
+from headrace.executor.models.blocks import Axis, Declared, Dimension, Held, LayerOps, Linear, StateMixer, Weight
 from headrace.ipc.failure import ModelError
 
 
@@ -21,7 +21,7 @@ class Convolve(Declared):
     eager_reader = "headrace.executor.models.eager_states:EagerConvolve"
     program_reader = "headrace.executor.cpu.recurrent:CpuConvolve.read"
 
-    matrices: tuple[tuple[str, Axis], ...]
+    matrices: tuple[tuple[str, Dimension], ...]
     """(name without `.weight`, channels) of each part, whose channels lie side by side."""
     width: int
     """A token's result reads its own input and the width - 1 inputs before it."""
@@ -29,6 +29,12 @@ class Convolve(Declared):
     activation: Literal["silu"] | None = None
     gated: bool = False
     """Whether inputs come as (b, c, x), three times the channels, and the result is c * convolution of (b * x)."""
+    residual: bool = False
+    """Whether the input itself is added to the result."""
+    history: str = "history"
+    """Name of the `Kept` that has its last inputs."""
+    first_draft_element: int = 0
+    """Where in a draft's kept input those of this op begin."""
 
     def weights(self) -> Iterator[Weight]:
         for name, channels in self.matrices:

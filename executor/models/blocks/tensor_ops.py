@@ -22,3 +22,8 @@ def beside(*parts: Value) -> Value:
     from torch import cat  # blocks are also imported where torch is not installed
 
     return cat(parts, dim=-1)
+
+
+def scaled(x: Value, factor: Value) -> Value:
+    """factor: [1] float32"""
+    return (x * factor).to(x.dtype)

@@ -11,11 +11,8 @@ _LACKING = {
     "DiffLlamaForCausalLM": "differences of two attentions",
     "DogeForCausalLM": "masks that are computed of values",
     **dict.fromkeys(
-        (
-            *("InklingForCausalLM", "InklingForConditionalGeneration"),
-            *("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
-        ),
-        "relative positions and short convolutions of keys and values",
+        ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
+        "residuals that are attention to sums of earlier layers, and convolutions whose weights tokens compute",
     ),
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
     "Qwen4ExpForCausalLM": _QWEN4,

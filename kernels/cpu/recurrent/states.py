@@ -290,8 +290,8 @@ def _convolve_args(params: ConvolveParams, state: LayerState) -> tuple[ConvolveA
         raise ValueError(f"the CPU convolution reads up to {MOST_WIDTH} inputs, not {width}.")
     weight = params.weight.T.contiguous()
     args = ConvolveArgs(
-        history=StateUnitsC.of(state.kept["history"]),
-        drafted=DraftedC.of(state.drafted),
+        history=StateUnitsC.of(state.kept[params.history]),
+        drafted=DraftedC.of(state.drafted, params.first_draft_element),
         weight=pointer(weight),
         bias=None if params.bias is None else pointer(params.bias),
         channels=channels,
