@@ -518,6 +518,6 @@ def _why_no_prefix_caching(spec: ArchSpec) -> str:
 
 
 def _why_no_row_inputs(spec: ArchSpec) -> str:
-    has_table = spec.ngrams is not None or (spec.stream is not None and spec.stream.table is not None)
+    has_table = spec.lookback > 0 or (spec.stream is not None and spec.stream.table is not None)
     reads_ids = has_table or any(layer.ffn.reads_token_ids for layer in spec.layers)
     return "its layers read the token ids, too" if reads_ids else ""

@@ -7,6 +7,7 @@ matrices as one, transposed, or with interleaved rotary pairs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,8 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     """The weights with the names and rows that the model's blocks declare, and quantised if they are to be while
     loading."""
     weights = each_expert(spec, under_own_names(spec, Weights.of(source)))
+    if spec.sharded:
+        weights = _with_whole_tables(spec, weights)
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
     weights = _without_padded_rows(spec, _in_each_layer(spec, weights))
@@ -78,6 +81,42 @@ def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:
         return weights
     gone = frozenset(sources.values())
     return weights.then("shared tables", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
+
+
+def _with_whole_tables(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with a table in the place of the parts that have its rows."""
+    names, held = spec.names, weights.names()
+    prefix, parts = names.prefix_in(held), dict[str, list[str]]()
+    for index, name in itertools.product(range(spec.num_layers), spec.sharded):
+        start = f"{names.layer(prefix, index)}{name}."
+        numbers = itertools.takewhile(lambda at: f"{start}shard_{at}.weight" in held, itertools.count())  # noqa: B023
+        if found := [f"{start}shard_{at}.weight" for at in numbers]:
+            parts[f"{start}weight"] = found
+    if not parts:
+        return weights
+    gone = frozenset(itertools.chain(*parts.values()))
+    return weights.then("tables of parts", frozenset(parts), lambda name: _joined(weights, parts[name]), gone)
+
+
+def _joined(weights: Weights, names: list[str]) -> StoredTensor:
+    """The rows of several tensors. Raises ModelError if they have other columns."""
+    parts = [weights.stored(name) for name in names]
+    for name, each in zip(names, parts, strict=True):
+        if len(each.shape) != 2 or each.shape[1] != parts[0].shape[-1]:
+            raise ModelError(f"weight {name} has shape {list(each.shape)}, and {names[0]} {list(parts[0].shape)}")
+    ends = list(itertools.accumulate(each.shape[0] for each in parts))
+
+    def part(rows: slice | None, columns: slice | None) -> Tensor:
+        first, last = bounds(rows, ends[-1])
+        found = []
+        for each, end in zip(parts, ends, strict=True):
+            start = end - each.shape[0]
+            own = slice(max(first, start) - start, min(last, end) - start)
+            if own.start < own.stop:
+                found.append(each.numbers.part(own, columns))
+        return torch.cat(found) if found else parts[0].numbers.part(slice(0, 0), columns)
+
+    return StoredTensor.plain((ends[-1], parts[0].shape[1]), parts[0].format, part)
 
 
 def _without_padded_rows(spec: ArchSpec, weights: Weights) -> Weights:

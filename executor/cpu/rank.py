@@ -133,7 +133,7 @@ class CpuRank(ModelRank):
         cache = kv_cache.with_drafts(cache, model.spec, self._place, plan.max_num_seqs, plan.most_drafts)
         self._cache = cache
         ends, pages = plan.model.eos_token_ids, groups[-1].pages
-        back = 0 if model.spec.ngrams is None else model.spec.ngrams.reach
+        back = model.spec.lookback
         batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, ends, cache.factors, pages, back)
         self.handle_attachments(batch, cache)
         self._runner = self._make_runner(model, batch)

@@ -21,7 +21,7 @@ StateType = Literal["float32", "float16", "bfloat16"]
 STATE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})
 """Bytes of an element of each type of states."""
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-Placement = Literal["pre", "sandwich", "ffn_sandwich", "output", "parallel", "post", "normed"]
+Placement = Literal["pre", "sandwich", "ffn_sandwich", "output", "parallel", "post", "normed", "none"]
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class ArchSpec:
     ffn_sandwich: on their inputs and on the FFN's output; output: on their outputs, before these are added to the
     stream; parallel: on the inputs, and both blocks read the same stream (one norm serves both if the two norms have
     one name); post: on the stream after each addition; normed: on the stream before each block, to whose output the
-    normed stream is added."""
+    normed stream is added; none: there are none, and a `Stream` has its own."""
     other_norms: tuple[tuple[str, NormSpec], ...] = ()
     """Norms that differ from `norm`, by name without prefix or `.weight`; a layer's are those of all layers."""
     final_soft_cap: float | None = None
@@ -341,6 +341,9 @@ class ArchSpec:
     stacked: StackedExperts | None = None
     also_stacked: tuple[StackedExperts, ...] = ()
     """Of checkpoints that have others, or several in a layer."""
+    sharded: tuple[str, ...] = ()
+    """Tables of layers, without `.weight`, whose rows a checkpoint may store in parts: `NAME.shard_0.weight` and so
+    on."""
     stored_vocab: int = 0
     """Rows that the embedding and the head may have in checkpoints, of which the first vocab_size are read; 0: they
     have vocab_size."""
@@ -480,6 +483,12 @@ class ArchSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary specs, in order of first use."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers if mixer.rope is not None))
+
+    @property
+    def lookback(self) -> int:
+        """Number of tokens before a token whose ids the model reads with it."""
+        reach = 0 if self.ngrams is None else self.ngrams.reach
+        return max(reach, *(mixer.lookback for mixer in self.mixers))
 
     @property
     def is_causal(self) -> bool:

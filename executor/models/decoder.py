@@ -169,7 +169,7 @@ class Decoder:
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
         keys = replica_keys(inputs.token_ids, inputs.positions) if self.balanced else None
         memo: dict[str, Any] = {}
-        shared = cos_sin, keys, inputs.states, inputs.adapters, memo, inputs.token_ids
+        shared = cos_sin, keys, inputs.states, inputs.adapters, memo, inputs.token_ids, inputs.earlier_ids
         steps = [SharedInputs(batch, *shared) for batch in inputs.batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)

@@ -79,6 +79,8 @@ class SharedInputs:
     """What layers leave to later layers of the same pass, whatever their cache group."""
     token_ids: Tensor | None = None
     """[num_tokens] int64, for layers that read them; None where there are no tokens."""
+    earlier_ids: Tensor | None = None
+    """Of `StepInputs`."""
 
 
 class EagerNorm:

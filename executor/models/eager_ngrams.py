@@ -1,12 +1,14 @@
-"""What `blocks.ngrams` declares, op by op."""
+"""What `blocks.ngrams` and `blocks.ngram_features` declare, op by op."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from headrace.executor.models.blocks.ngram_features import NGramRows
 from headrace.executor.models.blocks.ngrams import NGrams
-from headrace.executor.models.eager import EagerWeights
+from headrace.executor.models.eager import EagerWeights, SharedInputs
+from headrace.kernels.reference.rotary_cache import LayerCache
 
 
 class EagerNGrams:
@@ -45,3 +47,44 @@ class EagerNGrams:
         for back in range(1, reach + 1):
             found = found + context[:, back - 1] * pow(self._declared.vocab_size, back, rows)
         return found % rows
+
+
+class EagerNGramRows:
+    """An `NGramRows` with its table, whose rows the ranks divide."""
+
+    def __init__(self, weights: EagerWeights, declared: NGramRows, prefix: str) -> None:
+        self._declared, self._place, at = declared, weights.place, prefix + declared.at
+        firsts = [sum(declared.rows[:index]) for index in range(len(declared.rows))]
+        for name, values in (
+            ("layer_multipliers", declared.multipliers),
+            ("ngram_heads_vocab_sizes", declared.rows),
+            ("ngram_heads_offsets", firsts),
+        ):
+            weights.expect_integers(f"{at}.{name}", values)
+        self._rows, self._firsts = (
+            torch.tensor(each, device=weights.device).unflatten(0, (-1, declared.hashes))
+            for each in (declared.rows, firsts)
+        )
+        self._own = self._place.vocabulary(declared.stored_rows)
+        taken = self._own if self._place.tp_size > 1 else None
+        self._table = weights.matrix(f"{at}.ngram_embedding.weight", declared.stored_rows, declared.width, taken)
+
+    def __call__(self, step: SharedInputs, cache: LayerCache) -> Tensor:
+        assert step.token_ids is not None
+        assert step.earlier_ids is not None, "the rank's batch has them"
+        places = self._places(step.token_ids, step.earlier_ids) - self._own.start
+        mine = (places >= 0) & (places < len(self._table))
+        found = self._table[places * mine].masked_fill(~mine[..., None], 0)
+        return self._place.all_reduce(found.flatten(1))
+
+    def _places(self, token_ids: Tensor, earlier_ids: Tensor) -> Tensor:
+        """[num_tokens] and [num_tokens, reach or more] int64 -> rows of the table, [num_tokens, number of hashes]"""
+        declared = self._declared
+        earlier_ids = earlier_ids[:, : declared.reach]
+        counted = ((earlier_ids >= 0) & (earlier_ids != declared.end_id)).cumprod(1).bool()
+        earlier = torch.where(counted, earlier_ids, declared.end_id)
+        mixed, parts = token_ids * declared.multipliers[0], []
+        for back, multiplier in enumerate(declared.multipliers[1:]):
+            mixed = mixed ^ (earlier[:, back] * multiplier)
+            parts.append(mixed[:, None] % self._rows[back] + self._firsts[back])
+        return torch.cat(parts, dim=1)

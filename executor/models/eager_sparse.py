@@ -1,4 +1,4 @@
-"""What `blocks.sparse_latent` and `blocks.sparse_attention` declare, op by op."""
+"""What `blocks.sparse_latent`, `blocks.sparse_attention` and `blocks.pooled_attention` declare, op by op."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headrace.executor.models.blocks.pooled_attention import AttendPools
 from headrace.executor.models.blocks.sparse_attention import AttendBlocks
 from headrace.executor.models.blocks.sparse_latent import AttendChosen
 from headrace.executor.models.eager import EagerAttend, EagerLatent, EagerNorm, EagerWeights, SharedInputs
-from headrace.kernels.reference.attention import gather_tokens
+from headrace.executor.models.rotary import inverse_frequencies
+from headrace.kernels.reference.attention import gather_heads, gather_tokens
 from headrace.kernels.reference.latent import without_sequences
 from headrace.kernels.reference.rotary_cache import LayerCache
-from headrace.kernels.reference.sparse import attend_blocks, attend_chosen, choose_blocks, choose_keys, choose_pools
+from headrace.kernels.reference.sparse import (
+    attend_blocks,
+    attend_chosen,
+    choose_blocks,
+    choose_keys,
+    choose_means,
+    choose_pools,
+)
 
 CHOSEN = "chosen keys"
 """Key of `SharedInputs.memo`: the last choice of a layer with an index, by sequence."""
@@ -126,3 +135,60 @@ class EagerBlocks(EagerAttend):
             chosen = choose_blocks(index_query[tokens], keys[-1], own.block_size, own.num_blocks, own.local_blocks)
             out[tokens] = attend_blocks(query[tokens], keys[:-1], read[:-1], chosen, own.block_size, own.scale)
         return out.flatten(1)
+
+
+class EagerPools(EagerAttend):
+    """An `AttendPools` with its norms."""
+
+    def __init__(self, weights: EagerWeights, declared: AttendPools, prefix: str) -> None:
+        super().__init__(weights, declared, prefix)
+        assert declared.rope is not None, "its index rotates keys"
+        self._own, self._rope = declared, declared.rope
+        self._frequencies = inverse_frequencies(declared.rope).to(weights.device)
+        self._index_norms = [
+            EagerNorm(weights, norm, prefix) for norm in (declared.index_query_norm, declared.index_key_norm)
+        ]
+        self._rotate_index = weights.kernel("rotary", head_dim=declared.index_dim)
+
+    def __call__(self, qkv: Tensor, *values: object) -> Tensor:
+        """As `EagerAttend`, with the index's queries and keys before the step's inputs and the cache."""
+        index, step, cache = values
+        assert isinstance(index, Tensor)
+        assert isinstance(step, SharedInputs)
+        assert isinstance(cache, LayerCache)
+        assert self._rope_index is not None
+        own, batch = self._own, step.batch
+        query, key, value = qkv.unflatten(1, (-1, self.head_dim)).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
+        query, key = self._turned(*self._normed(query, key), step)
+        heads = index.unflatten(1, (-1, own.index_dim))
+        queries, raw = heads[:, :-1].contiguous(), heads[:, -1:]
+        queries = self._rotate_index(self._index_norms[0](queries)[0], raw[:, :0], *step.cos_sin[self._rope_index])[0]
+        kept_key = torch.cat([key, functional.pad(raw, (0, self.head_dim - own.index_dim))], dim=1)
+        kept_value = functional.pad(value, (0, 0, 0, 1))
+        self._write(kept_key, kept_value, cache.keys, cache.values, batch, cache.scales)
+        out = torch.zeros_like(query)
+        for seq, length in enumerate(batch.context_lens):
+            tokens = slice(batch.query_starts[seq], batch.query_starts[seq + 1])
+            if not length or tokens.stop == tokens.start:
+                continue
+            keys, read = gather_heads(query.dtype, cache.keys, cache.values, cache.scales, batch, seq)
+            pools = self._pool_keys(keys[-1, :, : own.index_dim])
+            chosen = choose_means(queries[tokens], pools, length, own.pool_size, own.num_pools)
+            out[tokens] = attend_blocks(query[tokens], keys[:-1], read[:-1], chosen[:, None], 1, own.scale)
+        return out.flatten(1)
+
+    def _pool_keys(self, raw: Tensor) -> Tensor:
+        """raw [length, index_dim] -> [pools, index_dim]"""
+        size = self._own.pool_size
+        count = len(raw) // size
+        if not count:
+            return raw[:0]
+        means = raw[: count * size].unflatten(0, (count, size)).float().mean(1).to(raw.dtype)
+        normed, _ = self._index_norms[1](means)
+        positions = torch.arange(count, device=raw.device, dtype=torch.float32) * size
+        angles, factor = positions[:, None] * self._frequencies, self._rope.attention_factor
+        heads = normed[:, None]
+        rotated: Tensor = self._rotate_index(heads, heads[:, :0], angles.cos() * factor, angles.sin() * factor)[0]
+        return rotated[:, 0]

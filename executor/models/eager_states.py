@@ -39,6 +39,9 @@ def convolve_params(weights: CheckedWeights, declared: Convolve, prefix: str) ->
     weight, bias = weights.filters(declared, prefix)
     if declared.residual:
         weight[:, -1] += 1
+    if declared.distance > 1:
+        taps, weight = weight, weight.new_zeros(len(weight), (declared.width - 1) * declared.distance + 1)
+        weight[:, :: declared.distance] = taps
     places = declared.history, declared.first_draft_element
     return ConvolveParams(weight, bias, declared.activation, declared.gated, *places)
 
@@ -89,7 +92,7 @@ def linear_attention_params(weights: CheckedWeights, declared: LinearAttention, 
         unit_keys=declared.unit_keys,
         scale=declared.scale,
         decay_floor=declared.decay_floor,
-        first_draft_element=convolved if declared.convolved else 0,
+        first_draft_element=declared.first_draft_element + (convolved if declared.convolved else 0),
     )
 
 

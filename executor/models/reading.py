@@ -229,6 +229,15 @@ class CheckedWeights:
         self.nbytes += found.nbytes
         return found
 
+    def expect_integers(self, name: str, values: Sequence[int]) -> None:
+        """Checks whole numbers that a checkpoint may hold, and that the model computes with in any case. Raises
+        ModelError for others."""
+        if name not in self:
+            return
+        self._check(name, (len(values),))
+        if (stored := self._source.get(name).tolist()) != list(values):
+            raise ModelError(f"the weight {name} is {stored!s:.80}, and its config makes {list(values)!s:.80}")
+
     def exact(self, declared: Any, prefix: str) -> Tensor:
         """An `ExactMatrix`: [rows, columns] float32."""
         return self.exact_matrix(prefix + declared.name, declared.rows, declared.columns)

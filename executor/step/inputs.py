@@ -71,7 +71,7 @@ class StepInputs:
     """[num_tokens] int64: 1 in the second text of a pair; None: all are 0."""
     earlier_ids: Tensor | None = None
     """[num_tokens, reach] int64: the tokens before each, the nearest first, -1 before the sequence; None for models
-    whose embeddings do not read them (`ArchSpec.ngrams`)."""
+    that do not read them (`ArchSpec.lookback`)."""
     key_lens: Tensor | None = None
     """[num_seqs] int32: see `PagedBatch`."""
     given: tuple[GivenRows, ...] = ()

@@ -61,14 +61,26 @@ def choose_pools(
 ) -> Tensor:
     """As `choose_keys`, in pools; keys, logits [length, index_dim]; bias [pool_size, index_dim] float32: added to the
     logits of a pool's tokens, in order; num_chosen: tokens of pools."""
-    size, length = len(bias), len(keys)
-    count, ends = length // size, _ends(len(queries), length, keys.device)
+    size, ends = len(bias), _ends(len(queries), len(keys), keys.device)
     pools = highest_scores(
         queries, weights, compress(keys, logits, bias, overlap=False), ends // size, num_chosen // size
     )
-    columns = torch.arange(length, device=keys.device)
+    return _with_last(pools, ends, len(keys), size)
+
+
+def choose_means(queries: Tensor, pool_keys: Tensor, length: int, pool_size: int, num_pools: int) -> Tensor:
+    """As `choose_pools`, by the keys of pools, [length // pool_size, index_dim], and with equal weights of heads."""
+    ends, weights = _ends(len(queries), length, queries.device), queries.new_ones(queries.shape[:2])
+    pools = highest_scores(queries, weights, pool_keys, ends // pool_size, num_pools)
+    return _with_last(pools, ends, length, pool_size)
+
+
+def _with_last(pools: Tensor, ends: Tensor, length: int, size: int) -> Tensor:
+    """The tokens of the chosen pools, [num_tokens, pools] bool, and those after the last pool that ends at or before a
+    token: [num_tokens, length] bool."""
+    columns = torch.arange(length, device=pools.device)
     chosen = (columns < ends[:, None]) & (columns >= (ends // size * size)[:, None])
-    chosen[:, : count * size] |= pools.repeat_interleave(size, 1)
+    chosen[:, : pools.shape[1] * size] |= pools.repeat_interleave(size, 1)
     return chosen
 
 

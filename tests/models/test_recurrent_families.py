@@ -35,7 +35,9 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
-EACH_KIND = (*("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "inkling"),)
+EACH_KIND = (
+    *("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "inkling", "qwen4_exp"),
+)
 """A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
@@ -144,16 +146,20 @@ def test_preempted_requests_answer_as_transformers_does(folder: Path, name: str)
                         "falcon_h1",
                         "jamba",
                     ),
-                    *("mamba2_one_group", "bamba", "kimi_linear", "minimax", "inkling"),
+                    *("mamba2_one_group", "bamba", "kimi_linear", "minimax", "inkling", "qwen4_exp"),
                 ),
             ),
         ),
         # Stages have whole layers, whatever is in them.
         *thinned(
             itertools.product(
-                ("pipeline",), ("lfm2_biases", "lfm2_moe", "mamba2", "qwen3_next", "falcon_h1", "glm5_next", "inkling")
+                ("pipeline",),
+                (
+                    *("lfm2_biases", "lfm2_moe", "mamba2", "qwen3_next", "falcon_h1", "glm5_next", "inkling"),
+                    "qwen4_exp",
+                ),
             ),
-            {("pipeline", "lfm2_moe"), ("pipeline", "inkling")}.__contains__,
+            {("pipeline", "lfm2_moe"), ("pipeline", "inkling"), ("pipeline", "qwen4_exp")}.__contains__,
         ),
     ],
 )
@@ -250,7 +256,8 @@ def test_a_state_of_a_declared_type_keeps_it_whatever_the_options_say(folder: Pa
 
 
 @pytest.mark.parametrize(
-    "name", [*every(2, ["lfm2", "glm5_next", "mamba2", "jamba", "qwen3_5", "falcon_h1", "minimax"]), "inkling"]
+    "name",
+    [*every(2, ["lfm2", "glm5_next", "mamba2", "jamba", "qwen3_5", "falcon_h1", "minimax"]), "inkling", "qwen4_exp"],
 )
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
@@ -311,6 +318,9 @@ def test_weights_that_are_dropped_or_read_again_answer_as_before(folder: Path, n
             "",
             r"no place for: \S*\.0\.mixer\.in_proj\.bias, \S*0\.mixer\.out_proj",
         ),
+        ("inkling", {}, "layers.1.mlp.gate.global_scale", r"no weight model\.layers\.1\.mlp\.gate\.global_scale"),
+        ("qwen4_exp", {"seed": 7}, "", r"layers\.0\.ple\.ple_embedding\.layer_multipliers is .* its config makes"),
+        ("qwen4_exp", {}, "ngram_embedding.shard_3.weight", r"ngram_embedding\.weight has shape"),
         ("lfm2", {}, "layers.0.conv.in_proj.weight", r"no weight model\.layers\.0\.conv\.in_proj\.weight"),
         ("mamba2", {}, "layers.1.mixer.in_proj.weight", r"no weight backbone\.layers\.1\.mixer\.in_proj\.weight"),
     ],
@@ -333,7 +343,7 @@ def test_a_length_that_the_config_does_not_limit_is_told_as_what_is_taken(folder
         LLM(str(saved(folder, "mamba2")), **(TIGHT | {"max_model_len": 2000}))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "inkling", "qwen4_exp"])
 def test_random_weights(folder: Path, name: str) -> None:
     path = str(saved(folder, name))
     with LLM(path, **TIGHT, load_format="dummy") as llm:

@@ -56,13 +56,14 @@ MODELS: dict[str, TinyModel | str] = {
     "int8 keys beside states": RECURRENT["qwen3_5"],
     "fp8 latents beside states": RECURRENT["kimi_linear"],
     "relative biases": RECURRENT["inkling"],
+    "n-grams and pools": RECURRENT["qwen4_exp"],
 }
 """By what distinguishes them; those of `published_models` by name."""
 CACHES = {"int8 keys beside states": "int8", "fp8 latents beside states": "fp8"}
 """Types of caches in which a row's keys lie beside its scales, in the pages that states share."""
 ASKED = ("latent", "latent and experts", "delta rule by channel", "fp8 latents beside states")
 """Models that take one form of latent attention, whatever the chunk, only with batch_invariant."""
-OP_BY_OP = ("relative biases",)
+OP_BY_OP = ("relative biases", "n-grams and pools")
 """Models that no program computes: torch's products depend on the number of their rows, and so do the last bits."""
 LENGTHS = (40, 1, 17, 33, 16, 50, 44)
 NEW_TOKENS = 10

@@ -177,7 +177,13 @@ WITH_STATES: dict[str, Callable[[], Any]] = {
     "qwen 3.5 with experts": qwen_3_5(
         "Qwen3_5Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
     ),
-}
+    "qwen 4": qwen_3_5(
+        "Qwen4Exp", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, hc_count=2, hc_lowrank=8, ple_layer_ids=[1], ple_embed_dim=24,
+        heads_per_ngram=2, ngram_vocab_size_base=40, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=3,
+        indexer_n_heads=8, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+    ),
+}  # fmt: skip
 """Those whose language models keep a state per sequence."""
 
 

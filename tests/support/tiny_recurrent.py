@@ -44,6 +44,17 @@ INKLING: dict[str, Any] = {
     "num_experts_per_tok": 3, "n_shared_experts": 2, "route_scale": 8.0, "logits_mup_width_multiplier": 3.0,
     "log_scaling_n_floor": 30, "log_scaling_alpha": 0.3, "pad_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN4: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "hc_count": 3, "hc_lowrank": 10, "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3,
+    "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 4, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "eos_token_id": 52, "pad_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""eos_token_id is among the tokens of prompts. With 16 index heads no two pools have a score of 0."""
 BESIDE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
@@ -137,6 +148,7 @@ FAMILIES: dict[str, TinyModel] = {
     ),
     "glm5_next": TinyModel("Glm5NextForCausalLM", "Glm5NextTextConfig", SMALL | GLM5_NEXT, 0.2),
     "inkling": TinyModel("InklingForCausalLM", "InklingTextConfig", SMALL | INKLING, 0.2),
+    "qwen4_exp": TinyModel("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", SMALL | QWEN4 | DELTA_EXPERTS, 0.2),
     "minimax": tiny(
         "MiniMax", num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"],
         head_dim=8, num_local_experts=8, num_experts_per_tok=3, block_size=16, full_attn_alpha_factor=3.5,

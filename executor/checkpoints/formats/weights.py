@@ -44,7 +44,10 @@ class _Matrices:
         self._parts: dict[str, Parts] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         weights = {weight.name: weight for weight in stored_weights(spec, as_floats)}
-        self._tables = {name for name, weight in weights.items() if weight.role == "table"}
+        declared = {name: weight.role for name, weight in weights.items()}
+        vectors = (name for name in held if len(source.shape(name)) == 1)
+        self._as_stored = {name for name in vectors if name not in declared}  # whoever reads one checks its type
+        self._as_stored |= {name for name, role in declared.items() if role == "table"}
         stored, entries = set[str](), dict[str, int]()
         for weight in weights.values():
             module = weight.name.removesuffix(".weight")
@@ -75,7 +78,7 @@ class _Matrices:
         self.names = frozenset(held - stored | self._parts.keys())
 
     def stored(self, name: str) -> StoredTensor:
-        if name in self._tables:
+        if name in self._as_stored:
             return self._source.stored(name)
         if name not in self._parts:
             found = self._source.stored(name)

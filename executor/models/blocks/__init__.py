@@ -497,6 +497,11 @@ class Mixer(Block):
     """What about it only a CPU computes so far, as the object of a sentence; empty if GPUs compute it."""
 
     @property
+    def lookback(self) -> int:
+        """Number of tokens before a token whose ids it reads, besides the token's own; 0: it reads no ids."""
+        return 0
+
+    @property
     def follows(self) -> bool:
         """Whether it reads what an earlier layer left in the same pass, which must be of the same stage."""
         return False
@@ -628,7 +633,7 @@ class LayerDeclaration:
     def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
         names, placement = spec.names, layer.norm_placement or spec.norm_placement
         norms: dict[str, Norm] = {}
-        if placement != "output":
+        if placement not in ("output", "none"):
             if layer.mixer_norm:
                 norms["mixer"] = Norm.of_stream(spec, names.attention_norm)
             if placement != "parallel" or names.mlp_norm != names.attention_norm:

@@ -139,16 +139,20 @@ class Attention(Mixer):
             qkv = ops.norm(held["query_norm"], qkv, 0, queries)
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
         gate = ops.linear(held["gate"], x) if "gate" in held else None
-        attended = ops.mix(held["attend"], qkv)
+        attended = self.attended(ops, held, qkv, x)
         if gate is not None:
             attended = ops.compute(held["gating"], attended, gate)
         return [ops.product(held["output"], attended)]
+
+    def attended(self, ops: LayerOps, held: Held, qkv: Any, x: Any) -> Any:
+        """The heads' results. x: the layer's input"""
+        return ops.mix(held["attend"], qkv)
 
     def for_context(self, longest: int) -> Self:
         found = super().for_context(longest)
         return replace(found, query_growth=growth_within(found.query_growth, longest))
 
-    def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
+    def for_ranks(self, tp_size: int, inner_block: int) -> Self:
         """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then
         several ranks hold a copy of each and divide its query heads."""
         if self.num_heads < tp_size:

@@ -51,6 +51,8 @@ class LinearAttention(Declared):
     """Whether heads of values use those of keys in turn, each rank having all of these; else neighbours share one."""
     convolved: bool = True
     """Whether a convolution computes `mixed`; its drafts' inputs are kept before these."""
+    first_draft_element: int = 0
+    """Where in a draft's kept input those of both begin."""
 
     def weights(self) -> Iterator[Weight]:
         for each in (self.decay, self.decay_bias):
@@ -121,6 +123,11 @@ class DeltaRule(StateMixer):
         return 2 * keys + self.heads * self.value_dim // tp_size
 
     @property
+    def first_draft_element(self) -> int:
+        """Where in a draft's kept input its own begin."""
+        return 0
+
+    @property
     def _decays(self) -> int:
         return self.heads * (self.key_dim if self.decay_per_channel else 1)
 
@@ -145,7 +152,9 @@ class DeltaRule(StateMixer):
         found: dict[str, Declared] = {
             "mixed": Linear(tuple((at + name, axis) for name, axis in zip(mixed, axes, strict=True)), hidden),
             "rates": Linear(((at + names.rates, heads),), hidden),
-            "convolve": Convolve(convolved, self.conv_width, activation="silu"),
+            "convolve": Convolve(
+                convolved, self.conv_width, activation="silu", first_draft_element=self.first_draft_element
+            ),
             "attend": LinearAttention(
                 self.heads,
                 self.key_heads,
@@ -158,6 +167,7 @@ class DeltaRule(StateMixer):
                 correction=self.correction,
                 unit_keys=True,
                 tiled=self.tiled,
+                first_draft_element=self.first_draft_element,
             ),
             "norm": GatedNorm(at + names.norm, values, self.value_dim, self.norm_eps, self.gate, shared=True),
             "output": Linear(((at + names.output, hidden),), values),

@@ -24,11 +24,13 @@ class Convolve(Declared):
     matrices: tuple[tuple[str, Dimension], ...]
     """(name without `.weight`, channels) of each part, whose channels lie side by side."""
     width: int
-    """A token's result reads its own input and the width - 1 inputs before it."""
+    """A token's result reads its own input and width - 1 inputs before it."""
     bias: bool = False
     activation: Literal["silu"] | None = None
     gated: bool = False
     """Whether inputs come as (b, c, x), three times the channels, and the result is c * convolution of (b * x)."""
+    distance: int = 1
+    """Of neighbouring inputs that are read, in tokens."""
     residual: bool = False
     """Whether the input itself is added to the result."""
     history: str = "history"

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _REMOTE = "its code comes with its checkpoints, and nothing installed here can check a family against it"
-_QWEN4 = "embeddings of n-grams in some layers, with a convolution of their own, and keys averaged in blocks"
 _LACKING = {
     "AXK2ForCausalLM": "norms whose outputs are gated by two matrices of low rank",
     "BltForCausalLM": "patches of bytes, which a model of their entropy makes",
@@ -15,8 +14,6 @@ _LACKING = {
         "residuals that are attention to sums of earlier layers, and convolutions whose weights tokens compute",
     ),
     "JetMoeForCausalLM": "experts of queries and of attention's outputs",
-    "Qwen4ExpForCausalLM": _QWEN4,
-    "Qwen4ExpForConditionalGeneration": _QWEN4,
     "RwkvForCausalLM": "RWKV 4's recurrence",
     "ZambaForCausalLM": "one layer of attention, of twice the hidden size, that several layers of Mamba share",
     "ZayaForCausalLM": "convolutions of queries and keys, experts that an FFN chooses, and scaled residuals",

@@ -160,6 +160,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
         "qwen3_vl": "Qwen3VLForConditionalGeneration",
+        "qwen4_exp": "Qwen4ExpForConditionalGeneration",
+        "qwen4_exp_text": "Qwen4ExpForCausalLM",
         "recurrent_gemma": "RecurrentGemmaForCausalLM",
         "roberta": "RobertaModel",
         "rwkv7": "RWKV7ForCausalLM",

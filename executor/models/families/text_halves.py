@@ -26,7 +26,7 @@ ARCHITECTURES = (
     *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
     *("MuseGlimmerForConditionalGeneration",),
     *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForConditionalGeneration"),
     *("SmolVLMForConditionalGeneration", "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration"),
 )
 QWEN = {
