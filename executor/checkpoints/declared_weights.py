@@ -83,19 +83,39 @@ def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:
     return weights.then("shared tables", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
 
 
-def _with_whole_tables(spec: ArchSpec, weights: Weights) -> Weights:
-    """The weights with a table in the place of the parts that have its rows."""
-    names, held = spec.names, weights.names()
-    prefix, parts = names.prefix_in(held), dict[str, list[str]]()
+def parts_of_tables(spec: ArchSpec, held: frozenset[str]) -> dict[str, list[str]]:
+    """From each table of a layer that these tensors have in parts to the parts' names, in order."""
+    prefix, found = spec.names.prefix_in(held), dict[str, list[str]]()
     for index, name in itertools.product(range(spec.num_layers), spec.sharded):
-        start = f"{names.layer(prefix, index)}{name}."
-        numbers = itertools.takewhile(lambda at: f"{start}shard_{at}.weight" in held, itertools.count())  # noqa: B023
-        if found := [f"{start}shard_{at}.weight" for at in numbers]:
-            parts[f"{start}weight"] = found
-    if not parts:
+        start = f"{spec.names.layer(prefix, index)}{name}."
+        names = (f"{start}shard_{number}.weight" for number in itertools.count())
+        if parts := list(itertools.takewhile(held.__contains__, names)):
+            found[f"{start}weight"] = parts
+    return found
+
+
+def _with_whole_tables(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with a table in the place of the parts that have its rows, times the scale of 8-bit floats."""
+    held = weights.names()
+    if not (parts := parts_of_tables(spec, held)):
         return weights
-    gone = frozenset(itertools.chain(*parts.values()))
-    return weights.then("tables of parts", frozenset(parts), lambda name: _joined(weights, parts[name]), gone)
+    scales = {name: scale for name in parts if (scale := f"{name}_scale") in held}
+    gone = frozenset(itertools.chain(*parts.values(), scales.values()))
+    stored = partial(_table_of_parts, weights, parts, scales)
+    return weights.then("tables of parts", frozenset(parts), stored, gone)
+
+
+def _table_of_parts(
+    weights: Weights, parts: Mapping[str, list[str]], scales: Mapping[str, str], name: str
+) -> StoredTensor:
+    """Raises ModelError for a scale of more than one number."""
+    found = _joined(weights, parts[name])
+    if name not in scales:
+        return found
+    scale = weights.get(scales[name])
+    if scale.numel() != 1:
+        raise ModelError(f"weight {scales[name]} has shape {list(scale.shape)}; one number is expected")
+    return StoredTensor.plain(found.shape, found.format, partial(_times, found, float(scale)))
 
 
 def _joined(weights: Weights, names: list[str]) -> StoredTensor:
@@ -249,7 +269,7 @@ def _with_scales(spec: ArchSpec, weights: Weights) -> Weights:
 
 def _times(found: StoredTensor, factor: float, rows: slice | None, columns: slice | None) -> Tensor:
     part = found.numbers.part(rows, columns)
-    return (part.float() * factor).to(part.dtype)
+    return (part.float() * factor).to(torch.float32 if part.dtype.itemsize == 1 else part.dtype)
 
 
 def _of_length_1(found: StoredTensor, rows: slice | None, columns: slice | None) -> Tensor:

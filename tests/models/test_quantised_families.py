@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,26 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_values(architecture: str
     found, exact = logits_of(quantised), logits_of(folder)
     assert not torch.equal(exact, in_floats), "the values of codes are others than those before"
     assert float((found - exact).square().mean().sqrt() / exact.std()) < MOST_ERROR
+
+
+@pytest.mark.parametrize("others", ["floats", "fp8"])
+def test_a_table_of_8_bit_floats_has_one_scale_for_all_its_parts(others: str, tmp_path: Path) -> None:
+    """As Qwen4-Exp's tables of n-grams are published, beside matrices of a format of their own."""
+    folder, quantised = tmp_path / "exact", tmp_path / "quantised"
+    QUANTISED["Qwen4ExpForCausalLM"](folder)
+    in_floats = logits_of(folder)
+    if others == "fp8":
+        quantise(folder, quantised)
+    else:
+        shutil.copytree(folder, quantised)
+    exact, codes = (load_file(each / "model.safetensors") for each in (folder, quantised))
+    scale = torch.tensor(0.0125)
+    for name in [name for name in exact if ".shard_" in name]:
+        codes[name] = (exact[name] / scale).to(torch.float8_e4m3fn)
+        exact[name] = codes[name].float() * scale
+        codes[f"{name.partition('.shard_')[0]}.weight_scale"] = scale.clone()
+    for path, tensors in ((folder, exact), (quantised, codes)):
+        save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors")
+    found, expected = logits_of(quantised), logits_of(folder)
+    assert not torch.equal(expected, in_floats)
+    assert float((found - expected).square().mean().sqrt() / expected.std()) < MOST_ERROR

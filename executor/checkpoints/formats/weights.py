@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.declared_weights import stored_weights, under_own_names
+from headrace.executor.checkpoints.declared_weights import parts_of_tables, stored_weights, under_own_names
 from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
 from headrace.executor.checkpoints.stacked_experts import with_scales_of_each_expert
@@ -48,10 +48,12 @@ class _Matrices:
         vectors = (name for name in held if len(source.shape(name)) == 1)
         self._as_stored = {name for name in vectors if name not in declared}  # whoever reads one checks its type
         self._as_stored |= {name for name, role in declared.items() if role == "table"}
+        tables = parts_of_tables(spec, held)
+        self._as_stored |= {name for names in tables.values() for name in names}
         stored, entries = set[str](), dict[str, int]()
         for weight in weights.values():
             module = weight.name.removesuffix(".weight")
-            if len(weight.dimensions) != 2 or not weight.name.endswith(".weight"):
+            if len(weight.dimensions) != 2 or not weight.name.endswith(".weight") or weight.name in tables:
                 continue
             if not format_.marked(module, held):
                 if weight.name in held and source.shape(weight.name) != weight.shape:
