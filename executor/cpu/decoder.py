@@ -58,6 +58,8 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE)
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
     if spec.ngrams is not None:
         return "the program embeds tokens alone, not n-grams."
+    if not spec.norms_given:
+        return "the program norms what is given in the place of tokens, too."
     if spec.stream is not None and spec.stream.why_no_program:
         return spec.stream.why_no_program
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):

@@ -313,6 +313,9 @@ class ArchSpec:
     """Whether the head's rows are divided by their L2 norms on reading."""
     embedding_norm: bool = False
     """Whether embeddings, with positions and token types, are normed before the first layer."""
+    norms_given: bool = True
+    """Whether that norm applies also to embeddings that are given in the place of tokens. Not where transformers'
+    embedding layer has it; those models have neither positions nor token types."""
     token_types: int = 0
     """Rows of a table of token types, which says of each token to which text of a pair it belongs; 0: there is none."""
     task_types: str = ""

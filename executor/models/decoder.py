@@ -191,6 +191,8 @@ class Decoder:
         if self._ngrams is not None:
             assert inputs.earlier_ids is not None, "the rank's batch has them"
             hidden = self._ngrams(inputs.token_ids, inputs.earlier_ids, hidden)
+        if self._embedding_norm is not None and not self.spec.norms_given:
+            hidden = self._embedding_norm(hidden)[0]
         if inputs.given:
             put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:
@@ -199,7 +201,7 @@ class Decoder:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         if self._token_types is not None:
             hidden = hidden + self._token_types[0 if inputs.token_types is None else inputs.token_types]
-        if self._embedding_norm is not None:
+        if self._embedding_norm is not None and self.spec.norms_given:
             hidden = self._embedding_norm(hidden)[0]
         if self._stream is not None:
             hidden = self._stream.begin(inputs.token_ids, hidden)

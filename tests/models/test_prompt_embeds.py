@@ -15,6 +15,7 @@ from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file
 from tiny_families import FAMILIES
 from tiny_mixtures import FAMILIES as MIXTURES
+from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 
 from headrace import LLM, InvalidRequestError, SamplingParams
@@ -115,6 +116,24 @@ def test_a_scale_in_the_embedding_layer_is_in_what_is_given_and_others_are_appli
         with LLM(str(folder), **ENGINE | {"num_gpu_blocks_override": 100}) as llm, torch.inference_mode():
             embedded = reference.get_input_embeddings()(torch.tensor(ids))
             assert heard(llm, [{"prompt_embeds": embedded}]) == heard(llm, [{"prompt_token_ids": ids}]), name
+
+
+def test_a_norm_in_the_embedding_layer_is_in_what_is_given(folders: Path) -> None:
+    reference, ids = tiny_models.make(RECURRENT["inkling"]), PROMPTS[3]
+    reference.save_pretrained(folders / "inkling")
+    with torch.inference_mode():
+        embedded = reference.get_input_embeddings()(torch.tensor(ids))
+    with LLM(str(folders / "inkling"), **ENGINE | {"num_gpu_blocks_override": 200}) as llm:
+        (given,), (as_tokens,) = heard(llm, [{"prompt_embeds": embedded}, {"prompt_token_ids": ids}])
+    assert given[0] == as_tokens[0]
+    for row, expected in zip(given[1], as_tokens[1], strict=True):
+        assert row == pytest.approx(expected, abs=1e-4)
+
+
+def test_layers_that_read_n_grams_take_no_embeddings(folders: Path) -> None:
+    tiny_models.make(RECURRENT["qwen4_exp"]).save_pretrained(folders / "qwen4_exp")
+    with pytest.raises(OptionError, match="takes no embeddings in the place of tokens: its layers read the token ids"):
+        LLM(str(folders / "qwen4_exp"), **ENGINE)
 
 
 def test_other_values_are_computed_as_transformers_does(folders: Path) -> None:

@@ -21,6 +21,7 @@ SERVED = {name: case for name, case in CASES.items() if case.op in OPS}
 OF_EACH_KIND = (
     *("LFM2's convolution", "Mamba's convolution", "odd sizes, groups, limits"),
     *("of odd sizes, with decays of channels", "of constant decays, without corrections"),
+    "a layer's second convolution",
 )
 """Each op with all of its inputs and without those that it can do without. The others differ in sizes and in what a
 state is multiplied by."""

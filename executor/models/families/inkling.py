@@ -70,6 +70,7 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("rms", number(config, "rms_norm_eps", 1e-6)),
         logit_scale=1 / positive(config, "logits_mup_width_multiplier", 24.0),
         embedding_norm=flag(config, "use_embed_norm", True),
+        norms_given=False,
         stream=ConvolvedResults(hidden, integer(config, "conv_kernel_size", 4)),
         stacked=STACKED,
         also_stacked=(
