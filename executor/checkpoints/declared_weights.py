@@ -151,7 +151,8 @@ def _without_padded_rows(spec: ArchSpec, weights: Weights) -> Weights:
 
 
 def _has_padded_rows(spec: ArchSpec, weights: Weights, name: str) -> bool:
-    return spec.stored_vocab > 0 and name in weights.names() and weights.shape(name)[0] == spec.stored_vocab
+    is_padded = spec.stored_vocab > spec.vocab_size and name in weights.names()
+    return is_padded and weights.shape(name)[0] == spec.stored_vocab
 
 
 def _with_first_task(spec: ArchSpec, weights: Weights) -> Weights:

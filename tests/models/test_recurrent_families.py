@@ -86,6 +86,39 @@ def test_greedy_tokens_equal_transformers(folder: Path, name: str, most_length: 
             expect_answers(name, prompts, generate_all_at_once(llm, prompts, asked))
 
 
+def test_inklings_published_keys_describe_the_model_of_transformers(folder: Path) -> None:
+    config = json.loads((saved(folder, "inkling") / "config.json").read_text())
+    kinds, ffns = config["layer_types"], config["mlp_layer_types"]
+    own = {
+        "local_layer_ids": [index for index, kind in enumerate(kinds) if kind == "hybrid_sliding"],
+        "dense_mlp_idx": ffns.index("sparse"), "dense_intermediate_size": config["intermediate_size"],
+        "intermediate_size": config["moe_intermediate_size"], "sconv_kernel_size": config["conv_kernel_size"],
+        "model_max_length": config["max_position_embeddings"], "use_embed_norm": True, "use_sconv": True,
+        "use_gate_bias": True, "use_global_scale": True, "norm_after_topk": True, "gate_activation": "sigmoid",
+        "shared_expert_sink": True, "inference_moe_w13_interleaved": True, "q_bias": False, "o_bias": False,
+        "v_head_dim": config["head_dim"], "swa_v_head_dim": config["swa_head_dim"], "model_type": "inkling_model",
+    }  # fmt: skip
+    theirs = (
+        "layer_types", "mlp_layer_types", "moe_intermediate_size", "conv_kernel_size", "max_position_embeddings"
+    )  # fmt: skip
+    published = {key: value for key, value in config.items() if key not in theirs} | own
+    assert spec_from_config(published) == spec_from_config(config)
+    padded = published | {"vocab_size": 100, "padded_vocab_size": 128}
+    spec = spec_from_config(padded)
+    assert (spec.vocab_size, spec.stored_vocab) == (100, 128)
+    assert spec == spec_from_config(config | {"unpadded_vocab_size": 100})
+
+
+def test_qwen4_without_an_index_attends_to_all_tokens(folder: Path) -> None:
+    config = json.loads((saved(folder, "qwen4_exp") / "config.json").read_text())
+    plain = {key: value for key, value in config.items() if not key.startswith("indexer_")}
+    mixers = [layer.mixer for layer in spec_from_config(plain).layers]
+    assert [type(mixer).__name__ for mixer in mixers] == ["NGramDeltaRule", "Attention"] * 2
+    without = spec_from_config({**plain, "ple_layer_ids": []})
+    assert [type(layer.mixer).__name__ for layer in without.layers] == ["DeltaRule", "Attention"] * 2
+    assert without.lookback == 0
+
+
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_the_language_model_of_a_multimodal_folder_gives_its_tokens(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

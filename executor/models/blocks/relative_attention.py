@@ -122,7 +122,9 @@ class RelativeAttention(Attention):
         return replace(found, growth=None) if self.growth is not None and longest <= self.growth[0] else found
 
     def values_per_token(self, tp_size: int) -> int:
-        return super().values_per_token(tp_size) + self.num_heads // tp_size * (self.num_profiles + self.reach)
+        """Convolved keys and values, and mixes before and after they grow. Biases are of few tokens at once."""
+        mixes = 2 * self.num_heads // tp_size * self.num_profiles
+        return super().values_per_token(tp_size) + self._own_columns(tp_size) + mixes
 
     def problem(self) -> str:
         for name in ("num_profiles", "reach"):

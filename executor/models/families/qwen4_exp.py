@@ -166,6 +166,7 @@ FAMILY = Family(
         **QWEN_3_5.ignored,
         "split_ngram_parts": "in how many parts a checkpoint stores the tables, which their names show",
         "ple_embedding_dtype": "how a checkpoint stores the tables, which it shows",
+        "mtp": "further layers, for multi-token prediction, which are not run",
         "number_of_conv_states": "of caches of transformers",
     },
     assumes={"attn_output_gate": (True,), "hc_per_branch_norm": (True,)},
