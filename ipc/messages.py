@@ -531,12 +531,15 @@ class LateInteraction(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     query_length: int | None = None
     """Most tokens of a query; None: as many as the model takes."""
     document_length: int | None = None
-    fills_queries: bool = False
-    """Queries are filled up to query_length with the mask token, or else the end token, whose vectors count."""
+    filled_length: int | None = None
+    """Queries are filled up to so many tokens, and the fillers' vectors count; None: they are not."""
+    filler: str = ""
+    """The token that they are filled up with; empty: the mask token, or else the end token."""
     fillers_are_seen: bool = False
     """Whether tokens attend to what queries are filled up with."""
     skipped: tuple[str, ...] = ()
     """Tokens of documents whose vectors are left out."""
+    skipped_of_queries: tuple[str, ...] = ()
 
 
 class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

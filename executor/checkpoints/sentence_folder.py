@@ -1,42 +1,54 @@
 """What the files of sentence-transformers beside a model say about its vectors.
 
-    modules.json                        the chain of modules, in order; each may have a folder
+    Transformer, Pooling, Dense ...     vectors of texts; of a CrossEncoder scores of pairs
+    Transformer, SpladePooling          one value for each token of the vocabulary (sparse_encoder)
+    Transformer, Dense ...              vectors of tokens, which are compared (late_interaction_folder.py)
+    Transformer                         the model's own classifier, or nothing that is known here
+    Transformer, LogitScore             whether the next token would be yes: a score
+
     1_Pooling/config.json               of which tokens a vector is made: flags before version 5.4, one word since
     2_Dense/config.json                 sizes and activation of a layer, whose weights are beside it; likewise LayerNorm
-    sentence_bert_config.json           max_seq_length, do_lower_case
-    config_sentence_transformers.json   prompts by name, the default one, how vectors are compared; of late interaction
-                                        (pylate) also how queries and documents are written
-    1_SpladePooling/config.json         behind a masked language model: one value for each token of the vocabulary
-    artifact.metadata                   how ColBERT's own code writes texts; the checkpoint has its layer
     sparse_linear.pt, colbert_linear.pt the layers of bge-m3's two other outputs
 
-A module of another class is refused by name, since it would change every vector, and so is a way of pooling that is not
-known. A Pooling config that says no way is read as sentence-transformers' class reads it: MEAN.
+`sentence_files.py` has the other files. A module of another class is refused by name, since it would change every
+vector, and so is a way of pooling that is not known. A Pooling config that says no way is read as
+sentence-transformers' class reads it: MEAN.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import string
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from headrace.executor.models.heads import COLBERT, HeadActivation, HeadLayer, HeadLinear, HeadNorm
+from headrace.executor.checkpoints.late_interaction_folder import (
+    has_original,
+    of_modules,
+    of_settings,
+    original_layer,
+)
+from headrace.executor.checkpoints.sentence_files import (
+    GENERAL,
+    MODULES,
+    GeneralSettings,
+    Module,
+    TransformerSettings,
+    check_names,
+    general_settings,
+    given_value,
+    is_size,
+    modules_of,
+    read_json,
+    transformer_settings,
+)
+from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import LateInteraction
-from headrace.ipc.process.regular_files import is_there, read_text
+from headrace.ipc.process.regular_files import is_there
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-MODULES = "modules.json"
-SETTINGS = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-"""Names of the Transformer module's settings, of which a folder has one."""
 FLAGS = {
     "pooling_mode_cls_token": "CLS",
     "pooling_mode_max_tokens": "MAX",
@@ -56,6 +68,10 @@ WORDS = {
     "weightedmean": "WEIGHTED_MEAN",
 }
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+MAX_SIM = "maxsim"
+"""How vectors of tokens are compared; pylate writes it, cosine or dot."""
+DOCUMENT = "document"
+"""The name of the prompt of texts that are no queries, where vectors of tokens are compared."""
 ACTIVATIONS: dict[str, HeadActivation] = {
     "Identity": "identity",
     "Tanh": "tanh",
@@ -65,19 +81,28 @@ ACTIVATIONS: dict[str, HeadActivation] = {
     "Sigmoid": "sigmoid",
 }
 """Of torch's modules, by class."""
+CLASS_ACTIVATIONS: Mapping[str, str] = {**ACTIVATIONS, "Softmax": "softmax"}
+"""Of scores; torch's modules, by class."""
 NORM_EPS = 1e-5
-_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "MLMTransformer", "SpladePooling")
-_PACKAGES = ("sentence_transformers", "pylate")
-JINA_TRANSFORMER = "custom_st.Transformer"
-"""Of Jina Embeddings 3: a Transformer that chooses among the tasks' factors (merged_tasks.py)."""
 SPLADE_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
 """Of SpladePooling's config, which all logits pass before log(1 + x): one of `FUNCTIONS` (executor/pooling/head.py)."""
-LEAST_LENGTH = 3
-"""Tokens of a text: its first one, a marker and its last one."""
-MOST = (1 << 31) - 1
-"""Of sizes and lengths in these files."""
-COLBERT_METADATA = "artifact.metadata"
-PUNCTUATION = tuple(string.punctuation)
+CROSS_ENCODER, LATE_INTERACTION = "CrossEncoder", "MultiVectorEncoder"
+"""Kinds of models (`GeneralSettings.kind`)."""
+POOLED, OF_TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
+"""What modules call vectors of texts, those of tokens, and scores."""
+
+
+class Scores(NamedTuple):
+    """How a cross-encoder of sentence-transformers scores pairs."""
+
+    activation: str | None = None
+    """One of `FUNCTIONS` (executor/pooling/head.py); None: as the model's config says."""
+    by_layers: bool = False
+    """Of the layers behind the pooling; else of the model's own classifier, or of `token_ids`."""
+    token_ids: tuple[int, ...] = ()
+    """The token whose logit is the score, and perhaps one whose logit is taken from it."""
+    as_messages: bool = False
+    """Pairs are put through the chat template."""
 
 
 class SentenceFolder(NamedTuple):
@@ -106,48 +131,61 @@ class SentenceFolder(NamedTuple):
     """Layers of tokens' vectors, where they are others than those of texts."""
     weights_of_tokens: tuple[HeadLayer, ...] = ()
     """Layers that give each token a weight; none: it has none."""
-
-
-class _Module(NamedTuple):
-    kind: str
-    folder: Path
+    scores: Scores | None = None
+    """None: it is no cross-encoder."""
 
 
 def sentence_folder(folder: Path) -> SentenceFolder | None:
     """None for a folder without these files. Raises ModelError, naming the file, for what cannot be followed."""
-    found = _modules(folder)
-    by_kind = {module.kind: module.folder for module in found}
-    kinds = [module.kind for module in found if module.kind != "Dropout"]
-    if kinds == ["MLMTransformer", "SpladePooling"]:
-        return _splade(folder, by_kind)
-    if "Pooling" not in by_kind:
-        return _late_interaction(folder, found)
-    begin, behind = kinds[:2], [kind for kind in kinds[2:] if kind != "Normalize"]
-    if begin != ["Transformer", "Pooling"] or any(kind in _KNOWN[:2] for kind in behind) or "Normalize" in kinds[:-1]:
+    found = [module for module in modules_of(folder) if module.kind != "Dropout"]
+    kinds, general = [module.kind for module in found], general_settings(folder)
+    match kinds:
+        case ["MLMTransformer" | "Transformer", "SpladePooling"]:
+            return _splade(folder, found, general)
+        case ["Transformer", "LogitScore"]:
+            return _of_logits(folder, found, general)
+        case ["Transformer"]:
+            return _classifying(folder, found[0], general)
+    if "Pooling" not in kinds:
+        return _late_interaction(folder, found, general)
+    behind = [kind for kind in kinds[2:] if kind not in ("Dense", "LayerNorm")]
+    if kinds[:2] != ["Transformer", "Pooling"] or behind not in ([], ["Normalize"]) or "Normalize" in kinds[:-1]:
         raise ModelError(
             f"{folder / MODULES} has the modules {', '.join(kinds)}; computed are Transformer, Pooling, then layers of "
             "Dense and LayerNorm, then Normalize or nothing"
         )
-    file = by_kind["Pooling"] / "config.json"
-    pooling = _read(file)
+    return _pooling(folder, found, general)
+
+
+def _pooling(folder: Path, found: list[Module], general: GeneralSettings) -> SentenceFolder:
+    transformer, pooled, *behind = found
+    file = pooled.folder / "config.json"
+    pooling = read_json(file)
     if not isinstance(pooling, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
-    settings, prompts, default, similarity = _settings(folder, by_kind["Transformer"])
+    settings, prompts = _of_texts(transformer), general.prompts
     if not pooling.get("include_prompt", True) and any(prompts.values()):
         raise ModelError(f"{file} leaves prompts out of the pooled tokens (include_prompt), which is not computed here")
+    is_cross = general.kind == CROSS_ENCODER
+    for module in behind:
+        is_last = module is behind[-1]
+        check_names(module, POOLED, ends=SCORES if is_cross and is_last and module.kind == "Dense" else "")
+    if is_cross and (not behind or behind[-1].kind != "Dense"):
+        raise ModelError(f"{folder / MODULES} has no Dense at its end, which makes the scores of a {CROSS_ENCODER}")
     return SentenceFolder(
         tokens=_tokens(pooling, file),
-        normalizes="Normalize" in by_kind,
-        width=_given(pooling, "word_embedding_dimension", int, file)
-        or _given(pooling, "embedding_dimension", int, file),
-        max_tokens=_max_tokens(settings, by_kind["Transformer"]),
-        lower_case=bool(settings.get("do_lower_case", False)),
-        layers=tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm")),
+        normalizes="Normalize" in [module.kind for module in behind],
+        width=given_value(pooling, "word_embedding_dimension", int, file)
+        or given_value(pooling, "embedding_dimension", int, file),
+        max_tokens=settings.max_tokens,
+        lower_case=settings.lower_case,
+        layers=_layers(behind),
         prompts=prompts,
-        default_prompt=default,
-        similarity=similarity,
+        default_prompt=general.default_prompt,
+        similarity=_similarity(folder, general, SIMILARITIES[0]),
         of_tokens=_of_one_file(folder, "colbert_linear"),
         weights_of_tokens=_of_one_file(folder, "sparse_linear", rows=1, activation="relu") or (),
+        scores=Scores(_class_activation(folder), by_layers=True) if is_cross else None,
     )
 
 
@@ -156,7 +194,7 @@ def model_folder(folder: Path) -> Path:
     the folder of its Transformer module. Raises ModelError for a modules.json that cannot be followed."""
     if is_there(folder / "config.json"):
         return folder
-    first = next(iter(_modules(folder)), None)
+    first = next(iter(modules_of(folder)), None)
     return first.folder if first is not None and first.kind == "Transformer" else folder
 
 
@@ -167,161 +205,180 @@ def folder_of_modules(folder: Path) -> Path:
     return above if is_inner else folder
 
 
-def _settings(folder: Path, transformer: Path) -> tuple[dict[str, Any], dict[str, str], str | None, str]:
-    """The Transformer module's settings, then those of `_general`."""
-    own = next((each for name in SETTINGS if (each := _read(transformer / name)) is not None), None)
-    return own if isinstance(own, dict) else {}, *_general(_general_file(folder), folder)
-
-
-def _general_path(folder: Path) -> Path:
-    return folder / "config_sentence_transformers.json"
-
-
-def _general_file(folder: Path) -> dict[str, Any]:
-    found = _read(_general_path(folder))
-    return found if isinstance(found, dict) else {}
+def _of_texts(transformer: Module, *tasks: str, whole: bool = True) -> TransformerSettings:
+    """whole: queries and documents have no lengths of their own. Raises ModelError for what is of others."""
+    settings = transformer_settings(transformer.folder, tasks or ("feature-extraction",))
+    if settings.as_messages:
+        raise ModelError(
+            f"{settings.file} puts texts through the chat template (modality_config has message), which is not "
+            "computed here"
+        )
+    if whole and settings.query_expansion is not None:
+        raise ModelError(f"{settings.file} has query_expansion, which is of models that compare vectors of tokens")
+    if whole and (settings.query_length or settings.document_length):
+        raise ModelError(
+            f"{settings.file} has query_length or document_length, which are followed where vectors of tokens are "
+            "compared; max_seq_length is of all texts"
+        )
+    return settings
 
 
 def _of_one_file(
     folder: Path, name: str, rows: int | None = None, activation: HeadActivation = "identity"
 ) -> tuple[HeadLayer, ...] | None:
     """A linear layer of a model's width whose tensors are in a file of their own; None if there is no such file."""
-    file, config = folder / f"{name}.pt", _read(folder / "config.json")
-    if not is_there(file) or not isinstance(config, dict) or not _is_size(config.get("hidden_size")):
+    file, config = folder / f"{name}.pt", read_json(folder / "config.json")
+    if not is_there(file) or not isinstance(config, dict) or not is_size(config.get("hidden_size")):
         return None
     width = config["hidden_size"]
     return (HeadLinear("", rows or width, width, True, activation, str(file)),)
 
 
-def _splade(folder: Path, by_kind: Mapping[str, Path]) -> SentenceFolder:
+def _splade(folder: Path, found: list[Module], general: GeneralSettings) -> SentenceFolder:
     """A masked language model whose logits are pooled (SPLADE, Formal et al. 2021)."""
-    file = by_kind["SpladePooling"] / "config.json"
-    pooling = _read(file)
+    transformer, last = found
+    file = last.folder / "config.json"
+    pooling = read_json(file)
     if not isinstance(pooling, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
-    strategy = _given(pooling, "pooling_strategy", str, file) or "max"
-    activation = _given(pooling, "activation_function", str, file) or "relu"
+    strategy = given_value(pooling, "pooling_strategy", str, file) or "max"
+    activation = given_value(pooling, "activation_function", str, file) or "relu"
     if strategy != "max":
         raise ModelError(f"{file} has the pooling_strategy {strategy!r:.100}, which is not computed here; known: max")
     if activation not in SPLADE_ACTIVATIONS:
         known = ", ".join(SPLADE_ACTIVATIONS)
         raise ModelError(f"{file} has the activation_function {activation!r:.100}; known: {known}")
-    settings, prompts, default, _ = _settings(folder, by_kind["MLMTransformer"])
+    if (most := _general(folder).get("max_active_dims")) is not None:
+        raise ModelError(
+            f"{folder / GENERAL} has max_active_dims {most!r:.100}: only the largest values of a vector are kept, "
+            "which is not computed here"
+        )
+    settings = _of_texts(transformer, "fill-mask")
     return SentenceFolder(
         tokens="MAX",
         normalizes=True,
         width=None,
-        max_tokens=_max_tokens(settings, by_kind["MLMTransformer"]),
-        lower_case=bool(settings.get("do_lower_case", False)),
+        max_tokens=settings.max_tokens,
+        lower_case=settings.lower_case,
         layers=(),
-        prompts=prompts,
-        default_prompt=default,
-        similarity="dot",
+        prompts=general.prompts,
+        default_prompt=general.default_prompt,
+        similarity=_similarity(folder, general, "dot"),
         splade=SPLADE_ACTIVATIONS[activation],
     )
 
 
-def _late_interaction(folder: Path, found: list[_Module]) -> SentenceFolder | None:
-    """A model whose tokens' vectors are compared (ColBERT, Khattab and Zaharia 2020), as pylate saves it or as
-    ColBERT's own code does; None for other folders."""
-    kinds, config = [module.kind for module in found], _read(folder / "config.json")
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    is_original = isinstance(architectures, list) and architectures[:1] == [COLBERT]
-    if kinds[:1] != ["Transformer"] and not is_original:
+def _classifying(folder: Path, transformer: Module, general: GeneralSettings) -> SentenceFolder | None:
+    """A model with a classifier of its own; None for another one without any module behind it."""
+    tasks = ("sequence-classification", "feature-extraction")
+    is_cross = general.kind == CROSS_ENCODER
+    settings = _of_texts(transformer, *(tasks if is_cross else reversed(tasks)))
+    return _scoring(general, settings, Scores(_class_activation(folder))) if settings.task == tasks[0] else None
+
+
+def _of_logits(folder: Path, found: list[Module], general: GeneralSettings) -> SentenceFolder:
+    """A model that generates, whose logits of the next token are scores."""
+    transformer, last = found
+    settings = transformer_settings(transformer.folder, ("text-generation",))
+    file = last.folder / "config.json"
+    config = read_json(file)
+    given = config if isinstance(config, dict) else {}
+    ids = (given.get("true_token_id"), given.get("false_token_id"))
+    if not all(type(each) is int and each >= 0 for each in ids[: 1 if ids[1] is None else 2]):
+        raise ModelError(
+            f"{file} has true_token_id {ids[0]!r:.100} and false_token_id {ids[1]!r:.100}; ids are expected"
+        )
+    token_ids = tuple(each for each in ids if each is not None)
+    scores = Scores(_class_activation(folder) or "sigmoid", token_ids=token_ids, as_messages=settings.as_messages)
+    return _scoring(general, settings, scores)
+
+
+def _scoring(general: GeneralSettings, settings: TransformerSettings, scores: Scores) -> SentenceFolder:
+    return SentenceFolder(
+        tokens="LAST",
+        normalizes=False,
+        width=None,
+        max_tokens=settings.max_tokens,
+        lower_case=settings.lower_case,
+        layers=(),
+        prompts=general.prompts,
+        default_prompt=general.default_prompt,
+        similarity="cosine",
+        scores=scores,
+    )
+
+
+def _class_activation(folder: Path) -> str | None:
+    """Of scores, as versions 6 and later write it beside the model's config."""
+    named = given_value(_general(folder), "activation_fn", str, folder / GENERAL)
+    return None if named is None else class_activation(named, folder / GENERAL)
+
+
+def class_activation(named: str, where: object) -> str:
+    """One of `FUNCTIONS` (executor/pooling/head.py), by torch's name of a module. where: for messages. Raises
+    ModelError."""
+    kind = named.rpartition(".")[2]
+    if kind not in CLASS_ACTIVATIONS:
+        raise ModelError(f"{where}: the activation of scores is {named!r:.100}; known: {', '.join(CLASS_ACTIVATIONS)}")
+    return CLASS_ACTIVATIONS[kind]
+
+
+def _late_interaction(folder: Path, found: list[Module], general: GeneralSettings) -> SentenceFolder | None:
+    """A model whose tokens' vectors are compared (ColBERT, Khattab and Zaharia 2020), as sentence-transformers or
+    pylate save it or as ColBERT's own code does; None for folders without modules."""
+    kinds, is_original = [module.kind for module in found], has_original(folder)
+    if not found and not is_original:
         return None
-    transformer = found[0].folder if found else folder
-    settings, prompts, default, _ = _settings(folder, transformer)
-    layers = tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm"))
-    if not layers and not is_original:
-        return None
-    if is_original and not layers:
-        layers = (_original_layer(folder, config),)
+    is_own = general.kind == LATE_INTERACTION
+    ends = sorted(kind for kind in kinds[1:] if kind not in ("Dense", "LayerNorm"))
+    layers = _layers(found[1:])
+    if (found and kinds[0] != "Transformer") or ends != sorted(set(ends) & {"Normalize", "MultiVectorMask"}):
+        raise ModelError(
+            f"{folder / MODULES} has the modules {', '.join(kinds)}; where vectors of tokens are compared, computed "
+            "are Transformer, then layers of Dense and LayerNorm, then Normalize, MultiVectorMask, both or neither"
+        )
+    if not (is_own or is_original or layers):
+        raise ModelError(
+            f"{folder / MODULES} has the modules {', '.join(kinds)}: none says how a text's vector is made"
+        )
+    if "Normalize" in kinds and any(kind in ("Dense", "LayerNorm") for kind in kinds[kinds.index("Normalize") :]):
+        raise ModelError(f"{folder / MODULES} has a layer behind Normalize, which is not computed here")
+    if is_own:
+        for module in found[1:]:
+            if module.kind != "MultiVectorMask":
+                check_names(module, OF_TOKENS)
+    settings = _of_texts(found[0] if found else Module("Transformer", folder), whole=False)
+    mask = next((module for module in found if module.kind == "MultiVectorMask"), None)
+    late = of_modules(settings, mask) if is_own else of_settings(folder, is_original=is_original)
+    if general.similarity and general.similarity.lower() not in (MAX_SIM, *SIMILARITIES[:2]):
+        raise ModelError(f"{folder / GENERAL} compares vectors by {general.similarity!r:.100}; known: {MAX_SIM}")
     return SentenceFolder(
         tokens="ALL",
-        normalizes=True,
+        normalizes="Normalize" in kinds or not is_own,
         width=None,
-        max_tokens=None,  # the settings' max_seq_length is of whatever text was tokenised last
-        lower_case=bool(settings.get("do_lower_case", False)),
-        layers=layers,
-        prompts=prompts,
-        default_prompt=default,
+        # The settings' max_seq_length that pylate writes is of whatever text was tokenised last.
+        max_tokens=settings.max_tokens if is_own else None,
+        lower_case=settings.lower_case,
+        layers=layers or ((original_layer(folder),) if is_original else ()),
+        prompts=general.prompts,
+        default_prompt=general.default_prompt or (DOCUMENT if is_own and DOCUMENT in general.prompts else None),
         similarity="dot",
-        late_interaction=_written(folder, is_original=is_original),
+        late_interaction=late,
     )
 
 
-def _original_layer(folder: Path, config: Any) -> HeadLayer:
-    metadata = _read(folder / COLBERT_METADATA)
-    width = metadata.get("dim", 128) if isinstance(metadata, dict) else 128
-    if not _is_size(width) or not _is_size(config.get("hidden_size")):
-        raise ModelError(f"{folder / COLBERT_METADATA} has dim {width!r:.100}, which is no width of vectors")
-    return HeadLinear("linear", width, config["hidden_size"], bias=False)
+def _layers(found: Sequence[Module]) -> tuple[HeadLayer, ...]:
+    return tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm"))
 
 
-def _written(folder: Path, *, is_original: bool) -> LateInteraction:
-    """How queries and documents are written: by ColBERT's metadata, by pylate's settings, and else by the defaults of
-    pylate's class."""
-    given, metadata = _general_file(folder), _read(folder / COLBERT_METADATA) if is_original else None
-    original = metadata if isinstance(metadata, dict) else {}
-    prefixes = ("[unused0]", "[unused1]") if is_original else ("[Q] ", "[D] ")
-
-    def setting(name: str, own: str, default: Any, kind: type) -> Any:
-        value = given.get(name) if given.get(name) is not None else original.get(own)
-        value = default if value is None else value
-        is_right = _is_size(value) and value >= LEAST_LENGTH if kind is int else isinstance(value, kind)
-        if not is_right:
-            raise ModelError(f"the settings of {folder.name} have {name} {value!r:.100}, which is no {kind.__name__}")
-        return value
-
-    words = _given(given, "skiplist_words", list, _general_path(folder))
-    skipped = PUNCTUATION if words is None else tuple(map(str, words))
-    return LateInteraction(
-        query_prefix=setting("query_prefix", "query_token_id", prefixes[0], str),
-        document_prefix=setting("document_prefix", "doc_token_id", prefixes[1], str),
-        query_length=setting("query_length", "query_maxlen", 32, int),
-        document_length=setting("document_length", "doc_maxlen", 180, int),
-        fills_queries=setting("do_query_expansion", "", True, bool),
-        fillers_are_seen=setting("attend_to_expansion_tokens", "attend_to_mask_tokens", False, bool),
-        skipped=skipped if original.get("mask_punctuation", True) else (),
-    )
-
-
-def _modules(folder: Path) -> list[_Module]:
-    modules = _read(folder / MODULES)
-    if modules is None:
-        return []
-    if not (isinstance(modules, list) and all(isinstance(each, dict) for each in modules)):
-        raise ModelError(f"{folder / MODULES} is no list of modules")
-    found: list[_Module] = []
-    for module in modules:
-        package, _, kind = str(module.get("type", "")).rpartition(".")
-        if f"{package}.{kind}" == JINA_TRANSFORMER and _has_tasks(folder):
-            package = _PACKAGES[0]
-        if kind not in _KNOWN or package.partition(".")[0] not in _PACKAGES:
-            raise ModelError(
-                f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
-                f"{', '.join(_KNOWN)} of sentence_transformers"
-            )
-        path = PurePosixPath(str(module.get("path", "")))
-        if path.is_absolute() or ".." in path.parts:
-            raise ModelError(f"{folder / MODULES} gives {kind} the path {str(path)!r}, which leaves the folder")
-        found.append(_Module(kind, folder / path))
-    return found
-
-
-def _has_tasks(folder: Path) -> bool:
-    config = _read(folder / "config.json")
-    return isinstance(config, dict) and bool(config.get("lora_adaptations"))
-
-
-def _layer(module: _Module) -> HeadLayer:
+def _layer(module: Module) -> HeadLayer:
     file = module.folder / "config.json"
-    config = _read(file)
+    config = read_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says the layer's sizes")
     names = ("in_features", "out_features") if module.kind == "Dense" else ("dimension",)
     sizes = [config.get(name) for name in names]
-    if not all(map(_is_size, sizes)):
+    if not all(map(is_size, sizes)):
         raise ModelError(f"{file} says no {' or '.join(names)}, whole numbers above 0")
     if module.kind == "LayerNorm":
         return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))  # type: ignore[arg-type]
@@ -331,24 +388,28 @@ def _layer(module: _Module) -> HeadLayer:
         raise ModelError(
             f"{file} has the activation_function {named!r:.100}; known: torch.nn's {', '.join(ACTIVATIONS)}"
         )
-    if config.get("use_residual"):
-        raise ModelError(f"{file} adds the layer's input to its output (use_residual), which is not computed here")
-    bias = bool(config.get("bias", True))
-    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))  # type: ignore[arg-type]
+    columns, rows = sizes
+    return HeadLinear(
+        "linear",
+        rows,  # type: ignore[arg-type]
+        columns,  # type: ignore[arg-type]
+        bool(config.get("bias", True)),
+        activation,
+        str(module.folder),
+        bool(config.get("use_residual")),
+    )
 
 
-def _general(given: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None, str]:
-    """Prompts by name, the name of the default one, and how vectors are compared."""
-    file = _general_path(folder)
-    prompts, default = given.get("prompts") or {}, _given(given, "default_prompt_name", str, file)
-    if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
-        raise ModelError(f"{file} has prompts that are no texts by name")
-    if default is not None and default not in prompts:
-        raise ModelError(f"{file} has the default_prompt_name {default!r:.100}; its prompts are {', '.join(prompts)}")
-    similarity = _given(given, "similarity_fn_name", str, file) or SIMILARITIES[0]
-    if similarity not in SIMILARITIES:
-        raise ModelError(f"{file} compares vectors by {similarity!r:.100}; known: {', '.join(SIMILARITIES)}")
-    return {str(name): text for name, text in prompts.items()}, default, similarity
+def _similarity(folder: Path, general: GeneralSettings, usual: str) -> str:
+    found = general.similarity or usual
+    if found not in SIMILARITIES:
+        raise ModelError(f"{folder / GENERAL} compares vectors by {found!r:.100}; known: {', '.join(SIMILARITIES)}")
+    return found
+
+
+def _general(folder: Path) -> Mapping[str, Any]:
+    found = read_json(folder / GENERAL)
+    return found if isinstance(found, dict) else {}
 
 
 def _tokens(pooling: dict[str, Any], file: Path) -> str:
@@ -367,29 +428,3 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
         raise ModelError(f"{file} says no way to pool: {mean} is false, and no other is true of {', '.join(FLAGS)}")
     logger.info("%s names no pooling: mean pooling is used, which is sentence-transformers' default", file)
     return "MEAN"
-
-
-def _read(file: Path) -> Any:
-    if not is_there(file):
-        return None
-    try:
-        return json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-
-
-def _max_tokens(settings: Mapping[str, Any], folder: Path) -> int | None:
-    return _given(settings, "max_seq_length", int, folder)
-
-
-def _given(given: Mapping[str, Any], key: str, kind: type[T], where: Path) -> T | None:
-    """A file's value of a key, None where it has none; a whole number is a size. where: for messages."""
-    value = given.get(key)
-    if value is None or (_is_size(value) if kind is int else isinstance(value, kind)):
-        return value
-    wanted = f"a whole number from 1 to {MOST}" if kind is int else f"a {kind.__name__}"
-    raise ModelError(f"{where} has the {key} {value!r:.100}; {wanted} is expected")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST

@@ -22,7 +22,7 @@ COLBERT = "HF_ColBERT"
 
 @dataclass(frozen=True)
 class HeadLinear:
-    """activation(x W^T + b)"""
+    """activation(x W^T + b), and with a residual x or x R^T besides"""
 
     name: str
     """Without `.weight`; relative to the checkpoint or to the model's prefix, under whichever it is stored. Empty: its
@@ -33,6 +33,8 @@ class HeadLinear:
     activation: HeadActivation = "identity"
     folder: str = ""
     """Where its weights are, or their file; "": in the checkpoint."""
+    residual: bool = False
+    """What comes in is added behind the activation; through a matrix `residual` where it has another width."""
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of its tensors."""
@@ -40,6 +42,8 @@ class HeadLinear:
         yield f"{stem}weight", (self.rows, self.columns)
         if self.bias:
             yield f"{stem}bias", (self.rows,)
+        if self.residual and self.rows != self.columns:
+            yield "residual.weight", (self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class HeadNorm:
 class HeadTokens:
     """The logit of a token, less that of a second one if there are two: rows of the model's output matrix."""
 
-    tokens: tuple[str, ...]
-    """As the vocabulary spells them."""
+    tokens: tuple[str | int, ...]
+    """As the vocabulary spells them, or their ids."""
     matrices: tuple[str, ...]
     """Names of the matrix, without `.weight`: the first that the checkpoint has is read."""
     vocab_size: int
@@ -101,8 +105,9 @@ HeadLayer = HeadLinear | HeadNorm | HeadTokens | HeadVocabulary
 
 @dataclass(frozen=True)
 class Classifier:
-    tokens: Literal["CLS", "MEAN", "LAST", "ALL"]
-    """Of which tokens' hidden states it is computed: of ALL for each by itself."""
+    tokens: str
+    """Of which tokens' hidden states it is computed, under a name of `TOKEN_POOLINGS` (executor/pooling/pooler.py), or
+    several: of ALL for each by itself."""
     layers: tuple[HeadLayer, ...]
     num_labels: int
     head_first: bool = False

@@ -19,14 +19,20 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.sentence_folder import SentenceFolder, folder_of_modules, sentence_folder
+from headrace.executor.checkpoints.sentence_folder import (
+    Scores,
+    SentenceFolder,
+    class_activation,
+    folder_of_modules,
+    sentence_folder,
+)
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
 from headrace.executor.models.families.llama_bidirectional import POOLINGS
-from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm
+from headrace.executor.models.heads import Classifier, HeadLayer, HeadLinear, HeadNorm
 from headrace.executor.pooling.output import PooledOutput
 from headrace.executor.pooling.pooler import JOINT, TOKEN_POOLINGS, reads_all
-from headrace.executor.pooling.yes_no import classifier_of, yes_no_of
+from headrace.executor.pooling.yes_no import YesNo, classifier_of, yes_no_of
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Pooling
 
@@ -65,9 +71,14 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
     yes_no = None
     if options.runner != "generate" and options.convert in ("auto", "classify"):
         yes_no = yes_no_of((options.model, str(checkpoint.config.get("_name_or_path", ""))), checkpoint.config)
+    scores = folder.scores if folder is not None and options.convert in ("auto", "classify") else None
+    if yes_no is None and scores is not None and scores.token_ids:
+        yes_no = _by_logits(scores, checkpoint)
     if yes_no is not None and spec.classifier is None:
         heads = (*spec.names.lm_heads, spec.names.embedding)
         spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
+    if scores is not None and spec.classifier is None:
+        spec = replace(spec, classifier=_of_layers(folder, spec))
     by_itself = not spec.is_causal or spec.classifier is not None or causal_architecture(checkpoint.config) is not None
     pools = options.runner == "pooling" or (
         options.runner == "auto" and (folder is not None or by_itself or options.convert not in ("auto", "none"))
@@ -92,6 +103,27 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
             return tasks
         return replace(tasks, pooling=msgspec.structs.replace(tasks.pooling, pair_format=yes_no.pair_format))
     return _embedding(checkpoint, config, folder, spec, pools=pools)
+
+
+def _by_logits(scores: Scores, checkpoint: Checkpoint) -> YesNo:
+    if scores.as_messages:
+        raise ModelError(
+            f"the folder's settings put pairs through the chat template of {checkpoint.name} (modality_config has "
+            "message), which is not computed here, but for models that are known by their names"
+        )
+    return YesNo(scores.token_ids, None)
+
+
+def _of_layers(folder: SentenceFolder | None, spec: ArchSpec) -> Classifier:
+    """The layers behind the pooling of a folder's modules, which make scores."""
+    if folder is None or folder.scores is None or not folder.scores.by_layers:
+        raise ModelError(
+            f"the folder's settings say that {spec.architecture} has a classifier (transformer_task), and it has none; "
+            "architectures with one end with ForSequenceClassification"
+        )
+    _check_pooling_type(folder.tokens, "the model's folder")
+    rows = _width_behind(folder.layers, spec.embedding_width * len(folder.tokens.split(JOINT)))
+    return Classifier(folder.tokens, folder.layers, rows)
 
 
 def _folder_of(checkpoint: Checkpoint, *, pools: bool) -> SentenceFolder | None:
@@ -132,6 +164,8 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             lower_case=folder is not None and folder.lower_case,
             labels=_labels(checkpoint.config, classifier.num_labels),
             has_token_types=spec.token_types > 1,
+            prompts={} if folder is None else folder.prompts,
+            default_prompt=None if folder is None else folder.default_prompt,
             step_tag_id=config.step_tag_id,
             returned_token_ids=tuple(config.returned_token_ids or ()),
         ),
@@ -140,24 +174,23 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             kind: PooledOutput(
                 classifier.tokens,
                 classifier.layers,
-                _class_activation(checkpoint.config, classifier.num_labels),
+                _class_activation(checkpoint.config, folder, classifier.num_labels),
                 classifier.head_first,
             )
         },
     )
 
 
-def _class_activation(config: dict[str, Any], num_labels: int) -> str:
-    """As vLLM's: what the config names for cross-encoders, else by problem_type, else by the number of labels."""
+def _class_activation(config: dict[str, Any], folder: SentenceFolder | None, num_labels: int) -> str:
+    """What the folder or the config names for cross-encoders, else as vLLM's by problem_type, else by the number of
+    labels."""
+    if folder is not None and folder.scores is not None and folder.scores.activation is not None:
+        return folder.scores.activation
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = named or config.get("sbert_ce_default_activation_function")
     if isinstance(named, str):
-        kind = named.rpartition(".")[2]
-        known = {"Identity": IDENTITY, "Sigmoid": "sigmoid", "Softmax": "softmax"}
-        if kind not in known:
-            raise ModelError(f"the config's activation of scores is {named!r:.100}; known: {', '.join(known)}")
-        return known[kind]
+        return class_activation(named, "the config")
     match config.get("problem_type"):
         case "regression":
             return IDENTITY
@@ -180,9 +213,9 @@ def _embedding(
         return _over_vocabulary(config, folder, spec)
     width = spec.embedding_width
     late = None if folder is None else folder.late_interaction
-    if late is not None and late.fills_queries and (late.query_length or 0) > spec.max_positions:
+    if late is not None and (late.filled_length or 0) > spec.max_positions:
         raise ModelError(
-            f"the folder's settings fill queries up to {late.query_length} tokens, and the model takes at most "
+            f"the folder's settings fill queries up to {late.filled_length} tokens, and the model takes at most "
             f"{spec.max_positions}"
         )
     if folder is not None and folder.width not in (None, width):
@@ -191,13 +224,7 @@ def _embedding(
         )
     by_config = POOLINGS.get(str(checkpoint.config.get("pooling")), "LAST" if spec.has_head else "CLS")
     tokens = config.tokens or (folder.tokens if folder is not None else by_config)
-    ways = tokens.split(JOINT)
-    if not set(ways) <= set(TOKEN_POOLINGS) or (len(ways) > 1 and "ALL" in ways):
-        where = "pooler_config" if config.tokens else "the model's folder"
-        raise ModelError(
-            f"{where} asks for pooling type {tokens}, which is not computed here yet; known: "
-            f"{', '.join(TOKEN_POOLINGS)}"
-        )
+    _check_pooling_type(tokens, "pooler_config" if config.tokens else "the model's folder")
     needs_all = reads_all(tokens)
     if tokens == "ALL" and config.task == "embed":
         raise OptionError(
@@ -238,6 +265,15 @@ def _embedding(
         widths=tuple(widths[kind] for kind in kinds),
     )
     return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
+
+
+def _check_pooling_type(tokens: str, where: str) -> None:
+    ways = tokens.split(JOINT)
+    if not set(ways) <= set(TOKEN_POOLINGS) or (len(ways) > 1 and "ALL" in ways):
+        raise ModelError(
+            f"{where} asks for pooling type {tokens}, which is not computed here yet; known: "
+            f"{', '.join(TOKEN_POOLINGS)}"
+        )
 
 
 def _outputs(

@@ -119,9 +119,13 @@ def _step(
         if source.shape(full) != shape:
             raise ModelError(f"weight {full} has shape {list(source.shape(full))}, but {list(shape)} is expected")
         found.append(source.get(full).float())
-    weight, bias = found[0], found[1] if len(found) > 1 else None
     if isinstance(layer, HeadLinear):
-        return _linear(weight, bias, layer.activation, table)
+        own = _linear(found[0], found[1] if layer.bias else None, layer.activation, table)
+        if not layer.residual:
+            return own
+        beside = _linear(found[-1], None, "identity") if layer.rows != layer.columns else None
+        return lambda x, adapters: own(x, adapters) + (x if beside is None else beside(x, ()))
+    weight, bias = found[0], found[1] if len(found) > 1 else None
     size, eps = (layer.size,), layer.eps
     wide, offset = weight.double(), None if bias is None else bias.double()
 
@@ -169,7 +173,7 @@ def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], 
     """[1, columns]"""
     name, rows = _matrix(layer, checkpoint, prefixes), []
     for token in layer.tokens:
-        number = token_id(token)
+        number = token if isinstance(token, int) else token_id(token)
         if number is None or number >= layer.vocab_size:
             raise ModelError(f"the tokenizer has no token {token!r}, whose logit is to be the score")
         rows.append(checkpoint.get(name, rows=slice(number, number + 1)).float())

@@ -32,8 +32,8 @@ GEMMA = PairFormat(
 
 @dataclass(frozen=True)
 class YesNo:
-    tokens: tuple[str, ...]
-    """The token whose logit is the score, and perhaps one whose logit is taken from it."""
+    tokens: tuple[str | int, ...]
+    """The token, or its id, whose logit is the score, and perhaps one whose logit is taken from it."""
     pair_format: PairFormat | None
     """None: texts are joined as the tokenizer joins pairs."""
 

@@ -159,7 +159,7 @@ class PoolingCalls:
             return self._late_scores(pairs, params, how, use_tqdm, lora_request)
         (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
         most = most_tokens(how, params, client.welcome)
-        prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how)
+        prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how, prompt_name=params.prompt_name)
         self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

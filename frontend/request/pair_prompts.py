@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import PoolingOutput
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, tokenize_to_pool
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, prompt_before, tokenize_to_pool
 from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -66,15 +66,18 @@ def tokenize_pairs(
     most_tokens: int | None = None,
     how: Tokenization | None = None,
     instruction: str | None = None,
+    prompt_name: str | None = None,
 ) -> list[Prompt]:
     """One prompt for each pair, as the tokenizer joins two texts. most_tokens: the longer text is cut to fit into it.
-    Raises InvalidRequestError."""
+    prompt_name: of what comes before the first text; None: the folder's default. Raises InvalidRequestError."""
     if tokenizer is None:
         raise InvalidRequestError(
             "this engine runs without a tokenizer (`skip_tokenizer_init=True`), and scores are of texts"
         )
     pooling = welcome.pooling
     assert pooling is not None, "scoring_task comes first"
+    if before := prompt_before(prompt_name, pooling):
+        pairs = [(before + first, second) for first, second in pairs]
     if pooling.lower_case:
         pairs = [(first.lower(), second.lower()) for first, second in pairs]
     if pooling.pair_format is not None:

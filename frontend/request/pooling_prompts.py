@@ -13,7 +13,7 @@ from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.prompts import Prompt, Tokenization, encode_texts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import LateInteraction, Welcome
+from headrace.ipc.messages import LateInteraction, Pooling, Welcome
 
 QUERY, DOCUMENT = "query", "document"
 """Names of prompts that all models of late interaction have."""
@@ -47,13 +47,20 @@ def as_pooled(text: str, welcome: Welcome, params: PoolingParams) -> str:
     pooling = welcome.pooling
     if pooling is None:
         return text
-    name = pooling.default_prompt if params.prompt_name is None else params.prompt_name
-    if name is not None and "embed" in (params.task or pooling.kinds[0]):
-        if name not in pooling.prompts and not (pooling.late_interaction and name in (QUERY, DOCUMENT)):
-            known = ", ".join(pooling.prompts) or "none"
-            raise InvalidRequestError(f"the model has no prompt with the name {name!r:.100}; it has {known}")
-        text = pooling.prompts.get(name, "") + text
+    if "embed" in (params.task or pooling.kinds[0]):
+        text = prompt_before(params.prompt_name, pooling) + text
     return text.lower() if pooling.lower_case else text
+
+
+def prompt_before(name: str | None, pooling: Pooling) -> str:
+    """What comes before a text: the prompt of that name, or the default one. Raises InvalidRequestError."""
+    name = pooling.default_prompt if name is None else name
+    if name is None:
+        return ""
+    if name not in pooling.prompts and not (pooling.late_interaction and name in (QUERY, DOCUMENT)):
+        known = ", ".join(pooling.prompts) or "none"
+        raise InvalidRequestError(f"the model has no prompt with the name {name!r:.100}; it has {known}")
+    return pooling.prompts.get(name, "")
 
 
 _OF_INPUT_TYPES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
@@ -120,15 +127,16 @@ def _mark(prompt: Prompt, late: LateInteraction, tokenizer: Tokenizer, *, is_que
     token_ids = list(prompt.token_ids or ())
     if marker := late.query_prefix if is_query else late.document_prefix:
         token_ids[1:1] = [_id_of(marker, tokenizer)]
-    if not is_query:
-        skipped = (tokenizer.token_id(token) for token in late.skipped)
-        prompt.pool = {"skipped": tuple(each for each in skipped if each is not None)}
-    elif late.fills_queries and late.query_length is not None and len(token_ids) < late.query_length:
+    prompt.pool = {}
+    if skipped := late.skipped_of_queries if is_query else late.skipped:
+        found = (tokenizer.token_id(token) for token in skipped)
+        prompt.pool["skipped"] = tuple(each for each in found if each is not None)
+    if is_query and late.filled_length is not None and len(token_ids) < late.filled_length:
         if not late.fillers_are_seen:
-            prompt.pool = {"num_keys": len(token_ids)}
+            prompt.pool["num_keys"] = len(token_ids)
         named = tokenizer.special_tokens_map
-        filler = next((named[each] for each in ("mask_token", "eos_token", "pad_token") if named.get(each)), "[MASK]")
-        token_ids += [_id_of(filler, tokenizer)] * (late.query_length - len(token_ids))
+        usual = next((named[each] for each in ("mask_token", "eos_token", "pad_token") if named.get(each)), "[MASK]")
+        token_ids += [_id_of(late.filler or usual, tokenizer)] * (late.filled_length - len(token_ids))
     prompt.token_ids = token_ids
 
 

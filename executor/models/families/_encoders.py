@@ -95,7 +95,7 @@ def classifier(
     width, labels = width or integer(config, "hidden_size"), 0
     if named.endswith("ForSequenceClassification"):
         labels = num_labels(config)
-        return Classifier(tokens, (*inner, HeadLinear(name, labels, width)), labels)  # type: ignore[arg-type]
+        return Classifier(tokens, (*inner, HeadLinear(name, labels, width)), labels)
     if named.endswith("ForTokenClassification"):
         labels = num_labels(config)
         return Classifier("ALL", (HeadLinear("classifier", labels, width),), labels)

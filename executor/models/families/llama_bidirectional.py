@@ -20,7 +20,7 @@ def build(config: Config) -> ArchSpec:
         return spec
     labels = num_labels(config)
     layers = (HeadLinear("score", labels, integer(config, "hidden_size"), bias=False),)
-    return replace(spec, classifier=Classifier(POOLINGS[pooling], layers, labels))  # type: ignore[arg-type]
+    return replace(spec, classifier=Classifier(POOLINGS[pooling], layers, labels))
 
 
 FAMILY = Family(("LlamaBidirectionalModel", _SCORES), build, ignored={"temperature": "of training"})

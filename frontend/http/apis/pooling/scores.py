@@ -307,7 +307,7 @@ def prepare_pairs(
     if params.task == "token_embed":
         return _late(pairs, asked, engine, context, write)
     if params.task == "classify":
-        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction)
+        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction, params.prompt_name)
         of_prompts = [f"{names[1]}[{index}]" for index in range(len(pairs))]
         return ready(engine, prompts, of_prompts, params, context, PooledAnswer(_of_values(write)))
     pooling = welcome.pooling

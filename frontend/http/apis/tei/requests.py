@@ -229,7 +229,9 @@ def _one_or_pair(texts: list[str], params: PoolingParams, engine: Engine, side: 
     for text in texts:
         check_text_length(text, client.tokenizer, most_encoded(params, client.welcome), param)
     kept = most_tokens(how, params, client.welcome)
-    return tokenize_pairs([(texts[0], texts[1])], client.tokenizer, client.welcome, kept, how)
+    return tokenize_pairs(
+        [(texts[0], texts[1])], client.tokenizer, client.welcome, kept, how, prompt_name=params.prompt_name
+    )
 
 
 def prepare_rerank(
