@@ -146,7 +146,10 @@ def test_routes_of_scores(client: httpx.Client, bert: Path) -> None:
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b", {"url": "c"}]}, "documents[1]"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction"),
         ("/classify", {"input": []}, "input"),
+        ("/pooling", {"input": "a", "task": "nope"}, "task"),
         ("/v1/embeddings", {"input": "a"}, "model"),
     ],
 )

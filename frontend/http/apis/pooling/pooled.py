@@ -121,12 +121,12 @@ def checked_params(pooling: Pooling, model: str, **fields: Any) -> PoolingParams
         return PoolingParams(**fields).freeze(pooling, model)
     except InvalidRequestError as error:
         named = next((name for name in _OF_PARAMS if name in str(error)), "model")
-        raise bad_field(named, str(error).removeprefix("PoolingParams.")) from error
+        raise bad_field(named.removeprefix("PoolingParams."), str(error).removeprefix("PoolingParams.")) from error
 
 
 _OF_PARAMS = (
     *("dimensions", "use_activation", "truncate_prompt_tokens", "step_tag_id", "returned_token_ids"),
-    "prompt_name",
+    *("prompt_name", "PoolingParams.task"),
 )
 """Fields that PoolingParams checks, by what its errors have of them."""
 
@@ -144,14 +144,17 @@ def items_of(given: Any, param: str = "input") -> list[Any]:
         given = [given]
     if not given:
         raise EmptyListError(param, "give a text, token ids, or a list of either")
-    if isinstance(given[0], int):
+    is_one = isinstance(given[0], int)
+    if is_one:
         given = [given]
     kind = str if isinstance(given[0], str) else list
     for index, item in enumerate(given):
         if not isinstance(item, kind):
             raise bad_field(f"{param}[{index}]", "a list of inputs holds either texts or lists of token ids")
-        if kind is list and not all(isinstance(each, int) for each in item):
-            raise bad_field(f"{param}[{index}]", "a list of token ids holds integers alone")
+        wrong = next((at for at, each in enumerate(item) if not isinstance(each, int)), None) if kind is list else None
+        if wrong is not None:
+            where = param if is_one else f"{param}[{index}]"
+            raise bad_field(f"{where}[{wrong}]", "a list of token ids holds integers alone")
         if not item:
             raise bad_field(
                 f"{param}[{index}]" if len(given) > 1 else param, "an input is empty; give at least one token"

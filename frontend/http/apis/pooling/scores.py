@@ -293,6 +293,9 @@ def prepare_pairs(
     pairs, names, params, side, instruction = asked
     client = engine.connected
     welcome = client.welcome
+    form = None if welcome.pooling is None else welcome.pooling.pair_format
+    if instruction is not None and (form is None or not any("{instruction}" in each for each in form.segments)):
+        raise bad_field("instruction", "this model reads no instruction beside a query and a document: leave it out")
     check_count(names[1], pairs, options)
     if client.tokenizer is None:
         raise bad_field(names[1], "this engine runs without a tokenizer, and scores are of texts")
