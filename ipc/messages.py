@@ -519,7 +519,9 @@ class PairFormat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cut: int
     """The segment that is cut if the prompt is too long."""
     instruction: str
-    """If the request has none."""
+    """If the request has none; empty: there is none."""
+    instructed: str = "{instruction}"
+    """What stands for {instruction} where there is one."""
 
 
 class LateInteraction(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

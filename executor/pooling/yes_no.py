@@ -28,6 +28,23 @@ GEMMA = PairFormat(
         "prediction of either 'Yes' or 'No'."
     ),
 )
+MXBAI = PairFormat(
+    segments=(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n",
+        "{instruction}query: {query}",
+        "\n",
+        "document: {document}",
+        "\n",
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+        "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    cut=3,
+    instruction="",
+    instructed="instruction: {instruction}\n",
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ class YesNo:
 KNOWN: Mapping[str, YesNo] = {
     "qwen3-reranker": YesNo(("yes", "no"), QWEN3),
     "bge-reranker-v2-gemma": YesNo(("Yes",), GEMMA),
+    "mxbai-rerank-base-v2": YesNo(("1", "0"), MXBAI),
+    "mxbai-rerank-large-v2": YesNo(("1", "0"), MXBAI),
 }
 """By a part of the model's name, in lower case: their configs are those of models that generate."""
 

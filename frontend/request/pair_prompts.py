@@ -99,6 +99,7 @@ def _written(
     instruction: str | None,
 ) -> list[Prompt]:
     said, prompts = form.instruction if instruction is None else instruction, list[Prompt]()
+    said = form.instructed.replace("{instruction}", said) if said else ""
     for query, document in pairs:
         given = {"{instruction}": said, "{query}": query, "{document}": document}
         texts = [_FIELD.sub(lambda found: given[found.group()], segment) for segment in form.segments]  # noqa: B023

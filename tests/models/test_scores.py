@@ -111,6 +111,33 @@ def test_a_reranker_that_answers_yes_or_no_is_known_by_its_name(tmp_path: Path) 
         assert outputs[-1].num_cached_tokens > 0, "documents of a query share its tokens"
 
 
+@pytest.mark.parametrize("instruction", [None, "be strict"])
+def test_mxbais_reranker_is_known_by_its_name(instruction: str | None, tmp_path: Path) -> None:
+    folder = tiny_models.save("qwen2", tmp_path / "mxbai-rerank-base-v2", tie_word_embeddings=True)
+    tokenizer = make_pair_tokenizer(folder, "<s>", ("</s>",), "</s>", ("<|im_start|>", "<|im_end|>"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    begin = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    asked = f"instruction: {instruction}\nquery: {QUERY}" if instruction else f"query: {QUERY}"
+    task = (
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+        "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+    )
+    yes, no = tokenizer.convert_tokens_to_ids(["1", "0"])
+    wanted = []
+    for document in DOCUMENTS[:3]:
+        texts = (f"{begin}<|im_start|>user\n", asked, "\n", f"document: {document}", "\n", task)
+        ends = (*texts, "<|im_end|>\n<|im_start|>assistant\n")
+        ids = [token for text in ends for token in tokenizer.encode(text, add_special_tokens=False)]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        wanted.append(float((logits[yes] - logits[no]).sigmoid()))
+    with serving_here(folder=folder, dtype="float32", max_num_seqs=8) as server, server.client() as client:
+        body = {"queries": QUERY, "documents": DOCUMENTS[:3], "instruction": instruction}
+        found = client.post("/score", json=body).json()["data"]
+    assert [each["score"] for each in found] == pytest.approx(wanted, abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def client(bert: Path) -> Iterator[httpx.Client]:
     with serving_here(folder=bert, dtype="float32", max_num_seqs=8) as server, server.client() as client:
