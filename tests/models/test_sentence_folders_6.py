@@ -101,7 +101,11 @@ def save_weights(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def bert(folder: Path, end: str = "Model", **config: Any) -> Path:
-    save_encoder("bert", folder, end, **config)
+    return encoder(folder, "bert", end, **config)
+
+
+def encoder(folder: Path, name: str, end: str = "Model", **config: Any) -> Path:
+    save_encoder(name, folder, end, **config)
     made = make_pair_tokenizer(folder, "[CLS]", ("[SEP]",), "[SEP]", ("[unused0]",))
     made.add_special_tokens({"mask_token": "[MASK]"})
     made.save_pretrained(folder)
@@ -169,9 +173,11 @@ def test_layers_that_add_what_comes_in(tmp_path: Path) -> None:
     assert (found - nn.functional.normalize(x, dim=1)).abs().max() < 1e-5
 
 
-def test_a_masked_language_model_pools_its_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_tied"), [("bert", True), ("bert", False), ("roberta", False), ("mpnet", False)])
+def test_a_masked_language_model_pools_its_logits(name: str, tmp_path: Path, *, is_tied: bool) -> None:
+    """One that is not tied has two biases, and its matrix' own counts."""
     folder = write(
-        bert(tmp_path, "ForMaskedLM"),
+        encoder(tmp_path, name, "ForMaskedLM", tie_word_embeddings=is_tied),
         ("SpladePooling", {"pooling_strategy": "max", "activation_function": "relu"}),
         task="fill-mask",
         general={"model_type": "SparseEncoder", "similarity_fn_name": None},

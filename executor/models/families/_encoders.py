@@ -106,8 +106,10 @@ def vocabulary_layers(
     config: Config, dense: str, norm: str, matrix: str, *biases: str, function: HeadActivation = "gelu"
 ) -> tuple[HeadLayer, ...]:
     """A masked language model's layers: one with an activation, a norm, and the matrix, which may be tied to the
-    embedding. biases: names of the matrix's bias."""
+    embedding. biases: names of the matrix's bias; a tied matrix has the first, another one its own, the last."""
     width = integer(config, "hidden_size")
+    if not flag(config, "tie_word_embeddings", True):
+        biases = biases[::-1]
     return (
         HeadLinear(dense, width, width, activation=function),
         HeadNorm(norm, width, layer_norm(config, default=1e-12).eps),
