@@ -58,17 +58,16 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     try:
         config = _config_of(checkpoint, options)
         spec = foreign_spec(config, options.trust_remote_code)
-        if named and spec.architecture not in named:
+        if named and not {spec.architecture, _without_head(spec.architecture)} & set(named):
             raise ForeignError(f"what transformers has for model type {config.model_type} is {spec.architecture}")
+        tasks = tasks_of(checkpoint, options, spec)
+        if not tasks.generates:
+            spec = foreign_spec(config, options.trust_remote_code, has_head=False)
     except ForeignError as error:
         said = f"transformers cannot compute {printable(f'{shown!s:.100}')} here: {error}"
         if options.model_impl != "transformers":
             said = f"{why}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
-    if tasks_of(checkpoint, options, spec).pooling is not None:
-        raise ModelError(
-            f"{shown} is computed by transformers' code, which gives logits alone: nothing is pooled of it"
-        )
     if options.pipeline_parallel_size > 1:
         raise ModelError(f"pipeline_parallel_size does not apply to {shown}: transformers computes it on one rank")
     logger.warning(
@@ -77,7 +76,12 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         spec.architecture,
         why,
     )
-    return FoundModel(checkpoint, spec, config)
+    return FoundModel(checkpoint, spec, config, tasks)
+
+
+def _without_head(architecture: str) -> str:
+    """The name of the model inside one that generates."""
+    return architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
 
 
 def _config_of(checkpoint: Checkpoint, options: Options) -> Any:

@@ -7,6 +7,7 @@ sequence a token belongs.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import has_no_head
 from headrace.executor.models.kv_cache import KVCache
-from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, register
+from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, auto_class, register
 from headrace.executor.models.vocabulary import put_given
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.step.batch import StepArrays
-from headrace.executor.step.inputs import StepInputs, StepLogits
+from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.rotary_cache import LayerCache
@@ -43,7 +45,8 @@ class TransformersModel:
     ) -> None:
         """spec: `foreign_spec(config)`."""
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
-        self._model = _load(checkpoint, config, dtype, trust_remote_code).eval().to(self.device)
+        loaded = _load(checkpoint, config, dtype, trust_remote_code, has_head=spec.has_head)
+        self._model = loaded.eval().to(self.device)
         modules = dict(self._model.named_modules())
         self._step = _AttentionInputs()
         for index, layer in enumerate(spec.layers):
@@ -58,6 +61,13 @@ class TransformersModel:
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """Computes one step for the model runner: writes the cache, returns logits. Ignores `draws`."""
         inputs = StepInputs.on(self.device, arrays)
+        pooled, indices = None, inputs.pooled_indices
+        if indices is not None and len(indices):
+            pooled = self._states(inputs, kv_cache)[indices].float().cpu().numpy()
+        if not self.spec.has_head:
+            if pooled is None:
+                self._states(inputs, kv_cache)
+            return replace(no_logits(), pooled=pooled)
         wanted = inputs.logits_indices
         logits = self._run(inputs, kv_cache, wanted if len(wanted) else wanted.new_zeros(1))
 
@@ -65,7 +75,7 @@ class TransformersModel:
             # The head cannot be run separately, so the step runs again; it writes the same keys and values.
             return self._run(inputs, kv_cache, torch.arange(first, last, device=self.device))
 
-        return StepLogits(logits[: len(wanted)], at)
+        return StepLogits(logits[: len(wanted)], at, pooled=pooled)
 
     def _tokens(self, inputs: StepInputs) -> dict[str, Tensor]:
         if not inputs.given:
@@ -74,17 +84,25 @@ class TransformersModel:
         put_given(embedded, inputs.given, self.dtype, 1.0)
         return {"inputs_embeds": embedded[None]}
 
-    @torch.inference_mode()
+    def _states(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:
+        """[num_tokens, hidden]: the states that the head reads; writes all tokens' keys and values."""
+        states: Tensor = self._computed(self._model.base_model, inputs, kv_cache).last_hidden_state[0]
+        return states
+
     def _run(self, inputs: StepInputs, kv_cache: KVCache, rows: Tensor) -> Tensor:
         """Logits of tokens `rows` of the step, [len(rows), vocab_size] float32; writes all tokens' keys and values."""
+        kept = {"logits_to_keep": rows} if self._keeps_rows else {}
+        logits: Tensor = self._computed(self._model, inputs, kv_cache, **kept).logits[0].float()
+        return logits if self._keeps_rows else logits[rows]
+
+    @torch.inference_mode()
+    def _computed(self, model: Any, inputs: StepInputs, kv_cache: KVCache, **others: Any) -> Any:
+        """What transformers' model, or the part of it without a head, makes of a step's tokens."""
         self._step.batches, self._step.cache = inputs.paged_batches, kv_cache
         try:
-            kept = {"logits_to_keep": rows} if self._keeps_rows else {}
-            output = self._model(**self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, **kept)
+            return model(**self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, **others)
         finally:
             self._step.batches, self._step.cache = (), None
-        logits: Tensor = output.logits[0].float()
-        return logits if self._keeps_rows else logits[rows]
 
 
 class _AttentionInputs:
@@ -131,16 +149,16 @@ class PagedAttention:
         return torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()
 
 
-def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_code: bool, *, has_head: bool) -> Any:
     from transformers.utils import logging
 
     register()
+    kind = auto_class(has_head=has_head)
     options: dict[str, Any] = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
     if checkpoint.format == "dummy":
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+            return kind.from_config(config, dtype=dtype, **options)
     if checkpoint.format not in ("safetensors", "pt"):
         raise ModelError(
             f"transformers computes models of safetensors or PyTorch files, and {checkpoint.path} is "
@@ -148,7 +166,7 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
         )
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             str(checkpoint.path),
             config=config,
             dtype=dtype,
@@ -170,7 +188,12 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
         ("mismatched_keys", "weights have other shapes than the config needs: {}"),
         ("unexpected_keys", "the checkpoint holds weights that this architecture has no place for: {}"),
     ):
-        if names := sorted(_shown(each) for each in found.get(key) or ()):
+        names = sorted(_shown(each) for each in found.get(key) or ())
+        if key == "unexpected_keys" and not has_head and not has_no_head(checkpoint.config):
+            names = [
+                each for each in names if each.startswith(f"{model.base_model_prefix}.")
+            ]  # the others are its head
+        if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ModelError(said.format(shown))
     return model

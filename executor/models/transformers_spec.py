@@ -79,17 +79,19 @@ class ForeignFfn(Ffn):
         return 4 * self.inner
 
 
-def foreign_spec(config: Any, trust_remote_code: bool) -> ArchSpec:
-    """The spec of a transformers configuration's model. Raises ForeignError, with the reason, if it cannot run here."""
+def foreign_spec(config: Any, trust_remote_code: bool, *, has_head: bool = True) -> ArchSpec:
+    """The spec of a transformers configuration's model. has_head: it generates; else its states are pooled alone.
+    Raises ForeignError, with the reason, if it cannot run here."""
     _check_config(config)
-    model = _on_meta(config, trust_remote_code)
+    model = _on_meta(config, trust_remote_code, has_head=has_head)
     recorder = _Recorder({id(module): name for name, module in model.named_modules()}, config)
     for module in model.modules():
         setattr(module, BINDING, recorder)
     try:
         with torch.inference_mode(), torch.device("meta"):
             ids = torch.zeros(1, 2, dtype=torch.long)
-            logits = model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False).logits
+            output = model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+            vocab_size = output.logits.shape[-1] if has_head else config.vocab_size
     except ForeignError:
         raise
     except Exception as error:  # whatever the model's code does
@@ -104,7 +106,8 @@ def foreign_spec(config: Any, trust_remote_code: bool) -> ArchSpec:
     return ArchSpec(
         architecture=type(model).__name__,
         hidden_size=config.hidden_size,
-        vocab_size=logits.shape[-1],
+        vocab_size=vocab_size,
+        has_head=has_head,
         max_positions=getattr(config, "max_position_embeddings", None) or 2048,
         layers=tuple(LayerSpec(mixer, ffn) for mixer in recorder.layers),
         norm=NormSpec("rms", 1e-6),
@@ -132,13 +135,18 @@ def _rope_types(parameters: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _on_meta(config: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def auto_class(*, has_head: bool) -> Any:
+    """transformers' class that makes a model of its configuration."""
+    from transformers import AutoModel, AutoModelForCausalLM
 
+    return AutoModelForCausalLM if has_head else AutoModel
+
+
+def _on_meta(config: Any, trust_remote_code: bool, *, has_head: bool) -> Any:
     register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(has_head=has_head).from_config(
                 config, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
             )
         model.eval()

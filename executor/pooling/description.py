@@ -27,7 +27,7 @@ from headrace.executor.checkpoints.sentence_folder import (
     sentence_folder,
 )
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.families import causal_architecture
+from headrace.executor.models.families import has_no_head
 from headrace.executor.models.families.llama_bidirectional import POOLINGS
 from headrace.executor.models.heads import Classifier, HeadLayer, HeadLinear, HeadNorm
 from headrace.executor.pooling.output import PooledOutput
@@ -79,7 +79,7 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
         spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
     if scores is not None and spec.classifier is None:
         spec = replace(spec, classifier=_of_layers(folder, spec))
-    by_itself = not spec.is_causal or spec.classifier is not None or causal_architecture(checkpoint.config) is not None
+    by_itself = not spec.is_causal or spec.classifier is not None or has_no_head(checkpoint.config)
     pools = options.runner == "pooling" or (
         options.runner == "auto" and (folder is not None or by_itself or options.convert not in ("auto", "none"))
     )

@@ -13,7 +13,9 @@ import tiny_models
 import torch
 from test_dense_families import THREADS, expect_answers
 from test_models import reference
+from thinned import every
 from tiny_families import FOREIGN
+from torch import Tensor
 
 from headrace import LLM, HeadraceError, ModelError, SamplingParams
 
@@ -123,3 +125,36 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match=message):
             LLM(str(folder), **SMALL)
+
+
+@torch.inference_mode()
+def last_states(model: Any, prompts: list[list[int]]) -> Tensor:
+    """Of each prompt's last token, scaled to length 1."""
+    states = [model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, -1] for prompt in prompts]
+    return torch.nn.functional.normalize(torch.stack(states), dim=1)
+
+
+@pytest.mark.parametrize("name", every(5, [each for each in FOREIGN if each != "llama"]))
+def test_states_of_transformers_code_are_pooled(name: str, tmp_path: Path) -> None:
+    """Of a model that generates, and of one that was saved without its head; in chunks, and beside answers."""
+    prompts = [[token % 100 + 3 for token in range(length)] for length in (1, 5, 17, 40)]
+    whole, bare = tiny_models.save(name, tmp_path / "whole"), tmp_path / "bare"
+    base = reference(name).base_model
+    base.save_pretrained(bare)
+    wanted = last_states(base, prompts)
+    tight = SMALL | {"max_num_batched_tokens": 16, "model_impl": "transformers"}
+    for folder, options in ((whole, {"runner": "pooling"}), (bare, {})):
+        with LLM(str(folder), **tight, **options) as llm:
+            assert llm.supported_tasks == ("embed", "token_embed")
+            outputs = llm.embed(prompts, use_tqdm=False)
+            assert (torch.tensor([each.outputs.embedding for each in outputs]) - wanted).abs().max() < 1e-5
+            (tokens,) = llm.encode([prompts[1]], pooling_task="token_embed", use_tqdm=False)
+            assert (tokens.outputs.data[-1] - wanted[1]).abs().max() < 1e-5
+    with LLM(str(whole), **tight, runner="generate", convert="embed") as llm:
+        outputs = llm.embed(prompts, use_tqdm=False)
+        assert (torch.tensor([each.outputs.embedding for each in outputs]) - wanted).abs().max() < 1e-5
+        (answer,) = llm.generate([prompts[2]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
+    with torch.inference_mode():
+        ids = list(answer.outputs[0].token_ids)
+        logits = reference(name)(torch.tensor([prompts[2] + ids[:-1]]), use_cache=False).logits[0]
+    assert ids == logits[len(prompts[2]) - 1 :].argmax(-1).tolist()

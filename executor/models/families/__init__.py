@@ -197,6 +197,14 @@ def causal_architecture(config: Mapping[str, Any]) -> str | None:
     )
 
 
+def has_no_head(config: Mapping[str, Any]) -> bool:
+    """Whether the config names a model without a head, or with a classifier, of one that generates: of a family, or
+    of transformers' code."""
+    named = named_architecture(config) if config.get("architectures") else ""
+    is_bare = named.endswith("Model") and not named.endswith("HeadModel") and not _is_known(named)
+    return is_bare or causal_architecture(config) is not None
+
+
 def _is_known(architecture: str) -> bool:
     try:
         _family(architecture)
