@@ -126,7 +126,10 @@ def test_eurobert_classifies_a_pooled_state_where_its_config_says_so(tmp_path: P
     ("name", "kind"),
     [("qwen3", "Qwen3ForSequenceClassification"), ("llama", "LlamaForSequenceClassification"),
      ("qwen2", "Qwen2ForTokenClassification"), 
-     ("gemma3", "Gemma3TextForSequenceClassification")],
+     ("gemma3", "Gemma3TextForSequenceClassification"),
+     *((name, f"{stem}ForTokenClassification") for name, stem in {
+         "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "gpt_neo": "GPTNeo", "gpt_bigcode": "GPTBigCode", "falcon": "Falcon",
+         "bloom": "Bloom", "mpt": "Mpt", "biogpt": "BioGpt"}.items())],
 )  # fmt: skip
 def test_decoders_with_classifiers(tmp_path: Path, name: str, kind: str) -> None:
     plain = tiny_models.build(name)
@@ -140,7 +143,7 @@ def test_decoders_with_classifiers(tmp_path: Path, name: str, kind: str) -> None
 def check_classifier(folder: Path, kind: str) -> None:
     of_tokens = kind.endswith("ForTokenClassification")
     task = "token_classify" if of_tokens else "classify"
-    prompts = prompts_of((1, 5, 17, 130))
+    prompts = [[5 + token % 120 for token in prompt] for prompt in prompts_of((1, 5, 17, 120))]
     with LLM(str(folder), in_process=True, **ENGINE) as llm:
         assert llm.supported_tasks == (task,)
         params = PoolingParams(use_activation=False)

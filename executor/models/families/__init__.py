@@ -64,6 +64,8 @@ class Family:
     """Keys of its configs that change no result, besides those of `_unread.IGNORED`: from the name to the reason."""
     assumes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that `build` does not read, with the values that the family computes with; others are refused."""
+    token_classifier: str = "score"
+    """What transformers calls the layer of the decoder's ForTokenClassification."""
 
 
 @functools.cache
@@ -134,7 +136,7 @@ def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec
         read.warns = warns
         spec = family.build(read)
         check_unread(read, family, refuses=family is own_family(named))
-        return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]))
+        return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]), family)
     except HeadraceError:
         raise
     except BaseException as error:  # whatever a package's own family does
@@ -145,7 +147,7 @@ def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec
         ) from error
 
 
-def _with_classifier(spec: ArchSpec, config: Config, named: str) -> ArchSpec:
+def _with_classifier(spec: ArchSpec, config: Config, named: str, family: Family) -> ArchSpec:
     """The spec of a decoder with the classifier that its architecture's name says; the spec itself if it says none."""
     tokens = next((tokens for end, tokens in CLASSIFIERS.items() if named.endswith(end)), None)
     if tokens is None or spec.classifier is not None or config.get("classifier_from_token") is not None:
@@ -158,7 +160,8 @@ def _with_classifier(spec: ArchSpec, config: Config, named: str) -> ArchSpec:
         layers = HeadLinear("score.0", width, width, activation="relu"), HeadLinear("score.2", labels, width)
     else:
         labels = num_labels(config)
-        layers = (HeadLinear("score", labels, width, bias=tokens == "ALL"),)
+        of_tokens = tokens == "ALL"
+        layers = (HeadLinear(family.token_classifier if of_tokens else "score", labels, width, bias=of_tokens),)
     found: Any = tokens
     return replace(spec, classifier=Classifier(found, layers, labels))
 

@@ -32,5 +32,8 @@ def build(config: Config) -> ArchSpec:
 
 
 FAMILY = Family(
-    ("BioGptForCausalLM",), build, ignored={"layer_norm_eps": "the model's code norms with 1e-5 whatever it says"}
+    ("BioGptForCausalLM",),
+    build,
+    ignored={"layer_norm_eps": "the model's code norms with 1e-5 whatever it says"},
+    token_classifier="classifier",
 )

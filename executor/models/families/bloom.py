@@ -46,4 +46,5 @@ FAMILY = Family(
         "skip_bias_add_qkv": "a kernel of the original code",
         "n_inner": "the inner size is always four times the hidden size",
     },
+    token_classifier="classifier",
 )

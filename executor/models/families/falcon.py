@@ -76,4 +76,5 @@ FAMILY = Family(
         "num_ln_in_parallel_attn": "of the new decoder architecture",
     },
     assumes={"apply_residual_connection_post_layernorm": (False,)},
+    token_classifier="classifier",
 )

@@ -77,4 +77,4 @@ def build(config: Config) -> ArchSpec:
     return replace(spec, layers=tuple(layers))
 
 
-FAMILY = Family(("GPT2LMHeadModel",), build)
+FAMILY = Family(("GPT2LMHeadModel",), build, token_classifier="classifier")

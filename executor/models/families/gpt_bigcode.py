@@ -41,4 +41,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("GPTBigCodeForCausalLM",), build)
+FAMILY = Family(("GPTBigCodeForCausalLM",), build, token_classifier="classifier")

@@ -53,4 +53,4 @@ def _kinds(config: Config) -> list[str]:
     return found
 
 
-FAMILY = Family(("GPTNeoForCausalLM",), build)
+FAMILY = Family(("GPTNeoForCausalLM",), build, token_classifier="classifier")

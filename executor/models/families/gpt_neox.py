@@ -43,4 +43,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("GPTNeoXForCausalLM",), build)
+FAMILY = Family(("GPTNeoXForCausalLM",), build, token_classifier="classifier")

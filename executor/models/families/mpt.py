@@ -74,4 +74,5 @@ FAMILY = Family(
         "norm_type": ("low_precision_layernorm", "layernorm"),
         "prefix_lm": (False,),
     },
+    token_classifier="classifier",
 )
