@@ -10,6 +10,7 @@ from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_request
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.pair_prompts import (
+    PairTemplate,
     late_prompts,
     paired,
     query_vectors,
@@ -124,8 +125,8 @@ class PoolingCalls:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Any,
+        data_2: Any,
         /,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
@@ -133,15 +134,21 @@ class PoolingCalls:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
+        chat_template: str | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
         """The score of each pair of texts, 1:1, 1:N or N:N: of a classifier with one label, which reads both, or the
         similarity of their embeddings. truncate_prompt_tokens: as in `embed`, of both texts together for a classifier.
-        Raises InvalidRequestError before any request runs."""
+        chat_template: writes the prompts of a classifier, of messages of the roles query and document. Texts may be
+        {"content": [{"type": "text", "text": ...}]}. Raises InvalidRequestError before any request runs."""
         check_arguments("score", others)
         client = self._pooling_client("LLM.score()")
         pairs, task = paired(data_1, data_2), scoring_task(client.welcome)
         how = tokenization_of(tokenization_kwargs)
+        if chat_template is not None and task != "classify":
+            raise InvalidRequestError(
+                "chat_template writes pairs for a classifier that reads both texts, and this model compares vectors"
+            )
         if task == "embed":
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             embedded = self.encode(
@@ -159,7 +166,10 @@ class PoolingCalls:
             return self._late_scores(pairs, params, how, use_tqdm, lora_request)
         (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
         most = most_tokens(how, params, client.welcome)
-        prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how, prompt_name=params.prompt_name)
+        template = None if chat_template is None else PairTemplate(chat_template)
+        prompts = tokenize_pairs(
+            pairs, client.tokenizer, client.welcome, most, how, prompt_name=params.prompt_name, template=template
+        )
         self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

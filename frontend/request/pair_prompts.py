@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import PoolingOutput
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, prompt_before, tokenize_to_pool
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut, prompt_before, tokenize_to_pool
 from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization
+from headrace.frontend.text.chat_template import text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import PairFormat, Pooling, Welcome
+
+PAIR_ROLES = ("query", "document")
+"""Of the messages that a template for pairs gets, as vLLM's do."""
+
+
+class PairTemplate(NamedTuple):
+    """A chat template that writes a pair of texts as one prompt."""
+
+    template: str
+    variables: Mapping[str, Any] = types.MappingProxyType({})
+
 
 _FIELD = re.compile(r"\{(?:instruction|query|document)\}")
 
@@ -50,13 +63,22 @@ def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
 
 
 def _texts(given: Any, name: str) -> list[str]:
-    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    found = [given] if isinstance(given, str | Mapping) else list(given) if isinstance(given, Sequence) else []
     if not found:
         raise InvalidRequestError(f"{name} must be a text or a list of at least one, not {given!r:.80}")
-    for index, text in enumerate(found):
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{name}[{index}] must be a text, not {type(text).__name__}")
-    return found
+    return [_text(each, f"{name}[{index}]") for index, each in enumerate(found)]
+
+
+def _text(given: Any, where: str) -> str:
+    """A text, or that of vLLM's {"content": [{"type": "text", "text": ...}]}."""
+    if isinstance(given, str):
+        return given
+    parts = given.get("content") if isinstance(given, Mapping) else None
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        raise InvalidRequestError(
+            f'{where} must be a text or {{"content": [{{"type": "text", "text": ...}}]}}, not {type(given).__name__}'
+        )
+    return "\n".join(text_parts(parts, f"{where}.content"))
 
 
 def tokenize_pairs(
@@ -67,9 +89,11 @@ def tokenize_pairs(
     how: Tokenization | None = None,
     instruction: str | None = None,
     prompt_name: str | None = None,
+    template: PairTemplate | None = None,
 ) -> list[Prompt]:
     """One prompt for each pair, as the tokenizer joins two texts. most_tokens: the longer text is cut to fit into it.
-    prompt_name: of what comes before the first text; None: the folder's default. Raises InvalidRequestError."""
+    prompt_name: of what comes before the first text; None: the folder's default. template: writes pairs in the place of
+    the tokenizer and of the form that the model is known to have. Raises InvalidRequestError."""
     if tokenizer is None:
         raise InvalidRequestError(
             "this engine runs without a tokenizer (`skip_tokenizer_init=True`), and scores are of texts"
@@ -80,14 +104,36 @@ def tokenize_pairs(
         pairs = [(before + first, second) for first, second in pairs]
     if pooling.lower_case:
         pairs = [(first.lower(), second.lower()) for first, second in pairs]
+    from_left = how is not None and how.truncates_left(False)
+    if template is not None:
+        return _rendered(pairs, template, tokenizer, most_tokens, from_left=from_left)
     if pooling.pair_format is not None:
         return _written(pairs, pooling.pair_format, tokenizer, most_tokens, instruction)
-    from_left = how is not None and how.truncates_left(False)
     encoded = tokenizer.encode_pairs(pairs, most_tokens, from_left=from_left)
     prompts = [Prompt(token_ids=token_ids) for token_ids, _ in encoded]
     if pooling.has_token_types:
         for prompt, (_, second) in zip(prompts, encoded, strict=True):
             prompt.pool = {"second_text": second}
+    return prompts
+
+
+def _rendered(
+    pairs: Sequence[tuple[str, str]],
+    template: PairTemplate,
+    tokenizer: Tokenizer,
+    most_tokens: int | None,
+    *,
+    from_left: bool,
+) -> list[Prompt]:
+    """As vLLM tokenises them: with the tokenizer's special tokens around the text."""
+    chats = [[{"role": role, "content": text} for role, text in zip(PAIR_ROLES, pair, strict=True)] for pair in pairs]
+    texts = list(tokenizer.render_chats(chats, chat_template=template.template, **template.variables))
+    prompts = []
+    for text, token_ids in zip(texts, tokenizer.encode_batch(texts, True), strict=True):
+        if most_tokens is not None and len(token_ids) > most_tokens:
+            inner = tokenizer.encode(text, False)
+            token_ids = cut(list(token_ids), inner, most_tokens, from_left=from_left)
+        prompts.append(Prompt(token_ids=list(token_ids)))
     return prompts
 
 

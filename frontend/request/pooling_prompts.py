@@ -110,7 +110,7 @@ def cut_to_pool(
             most = _room(marked, most, is_query=each.prompt_name == QUERY)
         if most is not None and len(prompt.token_ids or ()) > most:
             inner = tokenizer.encode(prompt.text, False) if prompt.text is not None and tokenizer is not None else None
-            prompt.token_ids = _cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
+            prompt.token_ids = cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
         if marked is not None and tokenizer is not None:
             _mark(prompt, marked, tokenizer, is_query=each.prompt_name == QUERY)
 
@@ -158,7 +158,7 @@ def most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> i
     return min(limits, default=None)
 
 
-def _cut(token_ids: list[int], inner: Sequence[int] | None, most: int, *, from_left: bool) -> list[int]:
+def cut(token_ids: list[int], inner: Sequence[int] | None, most: int, *, from_left: bool) -> list[int]:
     """token_ids: special tokens, then `inner` (the text's own), then special tokens; inner None: all are its own."""
     before = after = 0
     if inner is not None and (num_special := len(token_ids) - len(inner)) > 0:

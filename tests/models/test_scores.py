@@ -17,6 +17,7 @@ from test_embed import as_sentence_folder
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
 from headrace import LLM, InvalidRequestError
+from headrace.frontend.http.process.options import ServeOptions
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
 QUERY = "Who wrote Faust?"
@@ -138,6 +139,63 @@ def test_mxbais_reranker_is_known_by_its_name(instruction: str | None, tmp_path:
     assert [each["score"] for each in found] == pytest.approx(wanted, abs=1e-5)
 
 
+TEMPLATE = (
+    "{%- set q = messages | selectattr('role', 'eq', 'query') | first %}"
+    "{%- set d = messages | selectattr('role', 'eq', 'document') | first %}"
+    "{{ instruction | default('none') }} <Q> {{ q.content }} <D> {{ d.content }}"
+)
+
+
+def of_texts(folder: Path, texts: list[str], **how: Any) -> list[float]:
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found = [model(**tokenizer(text, return_tensors="pt", return_token_type_ids=True, **how)) for text in texts]
+    return [float(each.logits.sigmoid()) for each in found]
+
+
+def test_a_template_writes_pairs(bert: Path, tmp_path: Path) -> None:
+    """As vLLM's: of messages of the roles query and document, in LLM.score and as an option of the server."""
+    texts = [f"none <Q> {QUERY} <D> {each}" for each in DOCUMENTS]
+    with LLM(str(bert), in_process=True, **ENGINE) as llm:
+        found = llm.score(QUERY, DOCUMENTS, chat_template=TEMPLATE, use_tqdm=False)
+        assert [each.outputs.score for each in found] == pytest.approx(of_texts(bert, texts), abs=1e-5)
+        cut = llm.score(QUERY, DOCUMENTS, chat_template=TEMPLATE, use_tqdm=False, truncate_prompt_tokens=30)
+        wanted = of_texts(bert, texts, truncation=True, max_length=30)
+        assert [each.outputs.score for each in cut] == pytest.approx(wanted, abs=1e-5)
+        assert [each.outputs.score for each in llm.score(QUERY, DOCUMENTS, chat_template=None, use_tqdm=False)] == (
+            pytest.approx(expected(bert, [(QUERY, each) for each in DOCUMENTS]), abs=1e-5)
+        )
+        with pytest.raises(InvalidRequestError, match="no such role"):
+            llm.score("a", "b", chat_template="{{ raise_exception('no such role') }}", use_tqdm=False)
+    (tmp_path / "pairs.jinja").write_text(TEMPLATE)
+    options = ServeOptions(port=0, chat_template=str(tmp_path / "pairs.jinja"))
+    with serving_here(options, folder=bert, dtype="float32") as server, server.client() as client:
+        body = {"queries": QUERY, "documents": DOCUMENTS}
+        scores = client.post("/score", json=body).json()["data"]
+        assert [each["score"] for each in scores] == pytest.approx(of_texts(bert, texts), abs=1e-5)
+        for more in ({"instruction": "some"}, {"chat_template_kwargs": {"instruction": "some"}}):
+            scores = client.post("/score", json=body | more).json()["data"]
+            wanted = of_texts(bert, [text.replace("none", "some") for text in texts])
+            assert [each["score"] for each in scores] == pytest.approx(wanted, abs=1e-5)
+        refused = client.post("/score", json=body | {"chat_template_kwargs": {"tools": []}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+def test_texts_of_scores_may_be_parts(bert: Path) -> None:
+    def parts(*texts: str) -> dict[str, Any]:
+        return {"content": [{"type": "text", "text": text} for text in texts]}
+
+    with LLM(str(bert), in_process=True, **ENGINE) as llm:
+        wanted = llm.score(QUERY, DOCUMENTS[:2], use_tqdm=False)
+        found = llm.score(parts(QUERY), [parts(DOCUMENTS[0]), DOCUMENTS[1]], use_tqdm=False)
+        assert [each.outputs.score for each in found] == [each.outputs.score for each in wanted]
+        with pytest.raises(InvalidRequestError, match=r"data_2\[0\].content\[0\] has the type 'image_url'"):
+            llm.score("a", {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match=r"data_1\[1\] must be a text or .*, not int"):
+            llm.score(["a", 5], ["b", "c"], use_tqdm=False)
+
+
 @pytest.fixture(scope="module")
 def client(bert: Path) -> Iterator[httpx.Client]:
     with serving_here(folder=bert, dtype="float32", max_num_seqs=8) as server, server.client() as client:
@@ -175,6 +233,7 @@ def test_routes_of_scores(client: httpx.Client, bert: Path) -> None:
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction"),
+        ("/score", {"queries": "a", "documents": "b", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ("/classify", {"input": []}, "input"),
         ("/pooling", {"input": "a", "task": "nope"}, "task"),
         ("/v1/embeddings", {"input": "a"}, "model"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -37,11 +39,18 @@ from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.checks import CheckedRequest
-from headrace.frontend.request.pair_prompts import late_prompts, query_vectors, scoring_task, similarity, tokenize_pairs
+from headrace.frontend.request.pair_prompts import (
+    PairTemplate,
+    late_prompts,
+    query_vectors,
+    scoring_task,
+    similarity,
+    tokenize_pairs,
+)
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
 from headrace.frontend.request.prompts import Tokenization
-from headrace.frontend.text.chat_template import text_parts
+from headrace.frontend.text.chat_template import load_template, text_parts
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pooling
 
@@ -51,6 +60,13 @@ Most = Annotated[
     Annotated[int, Meta(ge=0)] | None,
     Meta(description="Maximum number of tokens of each such text; 0: all; default: 0"),
 ]
+RESERVED = frozenset(
+    (
+        *("messages", "chat_template", "tools", "documents", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_content_format"),
+    )
+)
+"""Variables of a template that requests do not set."""
 Document = str | dict[str, Any]
 Texts = Document | list[Document] | None
 
@@ -60,6 +76,9 @@ class ScoredFields(PooledFields, kw_only=True):
 
     instruction: Annotated[
         str | None, Meta(description="What relevance means, for rerankers that read an instruction")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Additional variables for the option chat_template, which writes pairs")
     ] = None
     max_tokens_per_query: Most = None
     max_tokens_per_doc: Most = None
@@ -249,7 +268,8 @@ def _prepared(
     context = PoolingContext(who[0], cache_salt(request, who[1]), request.priority, request.model)
     most = request.max_tokens_per_query, request.max_tokens_per_doc
     pairs = _shortened(pairs, most, engine)
-    asked = Pairs(pairs, names, params, request.truncation_side, request.instruction)
+    variables = request.chat_template_kwargs or {}
+    asked = Pairs(pairs, names, params, request.truncation_side, request.instruction, variables)
     return prepare_pairs(asked, engine, options, context, write)
 
 
@@ -279,6 +299,28 @@ class Pairs(NamedTuple):
     params: PoolingParams
     side: Literal["left", "right"] | None = None
     instruction: str | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """For the option chat_template."""
+
+
+_template = functools.lru_cache(maxsize=4)(load_template)
+
+
+def _pair_template(asked: Pairs, options: ServeOptions, pooling: Pooling | None) -> PairTemplate | None:
+    """What writes pairs: the server's template, of a model that reads both texts; None: the tokenizer, or the model's
+    own form. Raises ApiError for what would have no effect."""
+    template, instruction = _template(options.chat_template), asked.instruction
+    if template is not None and asked.params.task == "classify":
+        said = {} if instruction is None else {"instruction": instruction}
+        if reserved := sorted(RESERVED & asked.variables.keys()):
+            raise bad_field("chat_template_kwargs", f"chat_template_kwargs.{reserved[0]} is set by the server")
+        return PairTemplate(template, {**said, **asked.variables})
+    if asked.variables:
+        raise bad_field("chat_template_kwargs", "no template writes this server's pairs (its option chat_template)")
+    form = None if pooling is None else pooling.pair_format
+    if instruction is not None and (form is None or not any("{instruction}" in each for each in form.segments)):
+        raise bad_field("instruction", "this model reads no instruction beside a query and a document: leave it out")
+    return None
 
 
 def prepare_pairs(
@@ -290,12 +332,10 @@ def prepare_pairs(
 ) -> PreparedRequest:
     """Scores pairs by the task of their parameters. write: makes the response of their scores. Raises ApiError and
     InvalidRequestError."""
-    pairs, names, params, side, instruction = asked
+    pairs, names, params, side, instruction, _ = asked
     client = engine.connected
     welcome = client.welcome
-    form = None if welcome.pooling is None else welcome.pooling.pair_format
-    if instruction is not None and (form is None or not any("{instruction}" in each for each in form.segments)):
-        raise bad_field("instruction", "this model reads no instruction beside a query and a document: leave it out")
+    template = _pair_template(asked, options, welcome.pooling)
     check_count(names[1], pairs, options)
     if client.tokenizer is None:
         raise bad_field(names[1], "this engine runs without a tokenizer, and scores are of texts")
@@ -310,7 +350,7 @@ def prepare_pairs(
     if params.task == "token_embed":
         return _late(pairs, asked, engine, context, write)
     if params.task == "classify":
-        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction, params.prompt_name)
+        prompts = tokenize_pairs(pairs, client.tokenizer, welcome, kept, how, instruction, params.prompt_name, template)
         of_prompts = [f"{names[1]}[{index}]" for index in range(len(pairs))]
         return ready(engine, prompts, of_prompts, params, context, PooledAnswer(_of_values(write)))
     pooling = welcome.pooling
