@@ -405,8 +405,10 @@ def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError("it must map names to values (in JSON, an object)")
     try:
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(value)))
-        msgspec.msgpack.encode(plain)  # as it goes to the engine's process: its whole numbers have 64 bits
+        # As it goes to the engine's process: whole numbers have 64 bits, and others need not be finite, as in JSON.
+        plain: dict[str, Any] = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(msgspec.to_builtins(dict(value), str_keys=True))
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"its values must be plain data: {error}") from None
     except RecursionError:

@@ -80,6 +80,9 @@ def test_every_option_has_a_type_a_group_and_help() -> None:
         ("cudagraph_capture_sizes", ["1,2", "4"], (1, 2, 4)),
         ("served_model_name", ["one", "two"], ("one", "two")),
         ("hf_overrides", '{"rope_theta": 1e4}', {"rope_theta": 1e4}),
+        ("hf_overrides", '{"time_step_limit": [0.0, Infinity]}', {"time_step_limit": [0.0, float("inf")]}),
+        ("hf_overrides", {"time_step_limit": (0.0, float("inf"))}, {"time_step_limit": [0.0, float("inf")]}),
+        ("hf_overrides", {"id2label": {0: "a"}}, {"id2label": {"0": "a"}}),
     ],
 )
 def test_values_as_users_write_them(name: str, value: object, expected: object) -> None:
@@ -105,6 +108,7 @@ def test_a_torch_dtype_is_taken_by_name() -> None:
         ({"model": 3}, ["model=3", "text, not int"]),
         ({"hf_overrides": lambda config: config}, ["hf_overrides", "a function cannot travel"]),
         ({"hf_overrides": {"x": object()}}, ["hf_overrides", "plain data"]),
+        ({"override_generation_config": {"temperature": float("nan")}}, ["temperature=nan", "a number"]),
         ({"hf_overrides": "[1]"}, ["hf_overrides=[1]", "an object"]),
         ({"hf_overrides": "{"}, ["hf_overrides={", "JSON object"]),
         ({"served_model_name": [1]}, ["served_model_name", "list of names"]),
