@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ RETIRED = ("normalize", "softmax", "activation")
 """vLLM's former names of use_activation."""
 _LATER = "is not supported yet; leave it out"
 NOT_YET = {
-    **dict.fromkeys(("logit_mean", "logit_sigma"), f"is of scores of a classifier, which {_LATER}"),
     "max_embed_len": f"is of enable_chunked_processing, which {_LATER}",
 }
 
@@ -34,8 +34,10 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_flash_late_interaction: bool = True
     enable_chunked_processing: bool = False
     max_embed_len: None = None
-    logit_mean: None = None
-    logit_sigma: None = None
+    logit_mean: float | None = None
+    """Of a classifier: taken from its logits, before its activation."""
+    logit_sigma: float | None = None
+    """By which its logits are then divided."""
     step_tag_id: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Of process rewards: the token at whose positions a step ends. Only its values are returned."""
     returned_token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
@@ -44,6 +46,11 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.enable_chunked_processing:
             raise ValueError(f"enable_chunked_processing {_LATER}")
+        for name, value in (("logit_mean", self.logit_mean), ("logit_sigma", self.logit_sigma or 1.0)):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; a finite number is expected")
+        if self.logit_sigma == 0:
+            raise ValueError("logit_sigma is 0; logits are divided by it")
 
     @property
     def tokens(self) -> str | None:

@@ -175,6 +175,8 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
                 classifier.tokens,
                 classifier.layers,
                 _class_activation(checkpoint.config, folder, classifier.num_labels),
+                config.logit_mean or 0.0,
+                config.logit_sigma or 1.0,
                 classifier.head_first,
             )
         },
@@ -209,6 +211,10 @@ def _embedding(
     checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec, *, pools: bool
 ) -> Tasks:
     """pools: nothing is generated beside it."""
+    if config.logit_mean is not None or config.logit_sigma is not None:
+        raise OptionError(
+            f"pooler_config.logit_mean and logit_sigma are of scores of a classifier, and {checkpoint.name} embeds"
+        )
     if (folder is not None and folder.splade) or _names_splade(checkpoint):
         return _over_vocabulary(config, folder, spec)
     width = spec.embedding_width

@@ -19,6 +19,9 @@ class PooledOutput:
     """Behind the pooling."""
     activation: str = "normalize"
     """Behind the layers: `normalize`, or one of `FUNCTIONS` (executor/pooling/head.py)."""
+    mean: float = 0.0
+    sigma: float = 1.0
+    """Of logits: the one is taken from them, and they are divided by the other, before the activation."""
     head_first: bool = False
     """The layers come before the pooling."""
     is_sparse: bool = False

@@ -284,6 +284,8 @@ class _Output:
         if task.columns:
             vectors = vectors[:, list(task.columns)]
         vectors = vectors[:, : task.dimensions]
+        if (declared.mean, declared.sigma) != (0.0, 1.0):
+            vectors = ((vectors.astype(np.float64) - declared.mean) / declared.sigma).astype(np.float32)
         if task.activate or declared.is_sparse:
             vectors = activated(declared.activation, vectors)
         if declared.is_sparse:

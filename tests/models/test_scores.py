@@ -16,7 +16,7 @@ from server_here import serving_here
 from test_embed import as_sentence_folder
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
-from headrace import LLM, InvalidRequestError
+from headrace import LLM, InvalidRequestError, OptionError, PoolingParams
 from headrace.frontend.http.process.options import ServeOptions
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
@@ -180,6 +180,24 @@ def test_a_template_writes_pairs(bert: Path, tmp_path: Path) -> None:
             assert [each["score"] for each in scores] == pytest.approx(wanted, abs=1e-5)
         refused = client.post("/score", json=body | {"chat_template_kwargs": {"tools": []}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("config", [{"logit_mean": 0.7}, {"logit_mean": -0.3, "logit_sigma": 2.5}, {"logit_sigma": 4}])
+def test_logits_are_calibrated_before_their_activation(bert: Path, config: dict[str, float]) -> None:
+    given = expected(bert, [(QUERY, each) for each in DOCUMENTS])
+    logits = torch.tensor(given, dtype=torch.float64).logit()
+    wanted = (logits - config.get("logit_mean", 0)) / config.get("logit_sigma", 1)
+    with LLM(str(bert), in_process=True, pooler_config=config, **ENGINE) as llm:
+        found = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+        assert found == pytest.approx(wanted.sigmoid().tolist(), abs=1e-5)
+        plain = llm.score(QUERY, DOCUMENTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+        assert [each.outputs.score for each in plain] == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"logit_sigma": 0}, {"logit_mean": float("nan")}, {"logit_sigma": float("inf")}])
+def test_a_calibration_that_is_none_is_named(bert: Path, config: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(config))} is"):
+        LLM(str(bert), in_process=True, pooler_config=config, **ENGINE)
 
 
 def test_texts_of_scores_may_be_parts(bert: Path) -> None:
