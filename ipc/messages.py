@@ -524,6 +524,14 @@ class PairFormat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What stands for {instruction} where there is one."""
 
 
+class PairChat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How the tokenizer's chat template writes a pair of texts, of messages of the roles query and document."""
+
+    variables: dict[str, Any] = {}
+    are_parts: bool = False
+    """A message's content is a list of parts; else a text."""
+
+
 class LateInteraction(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How a model writes the texts whose tokens' vectors are compared (ColBERT, Khattab and Zaharia 2020)."""
 
@@ -574,6 +582,8 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The name of the prompt of a text for which none is named."""
     pair_format: PairFormat | None = None
     """None: the tokenizer joins pairs."""
+    pair_chat: PairChat | None = None
+    """None: the tokenizer's chat template writes no pairs."""
     similarity: str = "cosine"
     """How vectors are compared: cosine, dot, euclidean or manhattan."""
     late_interaction: LateInteraction | None = None

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import PairChat
 from headrace.ipc.process.regular_files import is_there, read_text
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ OUTPUTS: Mapping[str, tuple[str, str]] = {
     "text-generation": ("logits", "causal_logits"),
 }
 """By a Transformer's task, which of the model's outputs it takes for texts, and what the next module finds it as."""
+FLAT, STRUCTURED = "flat", "structured"
+"""How a message has its text: as its content, or as a part of it."""
 _OWN_KEYS = {
     *("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name"),
     *("processing_kwargs", "query_length", "document_length", "query_expansion"),
@@ -78,8 +81,8 @@ class TransformerSettings(NamedTuple):
     """Most tokens of a text; None: as many as the model takes."""
     lower_case: bool
     """Whether texts are put in lower case before they are tokenised."""
-    as_messages: bool
-    """Texts are put through the tokenizer's chat template."""
+    chat: PairChat | None
+    """Texts are put through the tokenizer's chat template; None: they are not."""
     query_length: int | None
     document_length: int | None
     """Most tokens of texts whose task is so."""
@@ -141,13 +144,13 @@ def transformer_settings(folder: Path, tasks: tuple[str, ...]) -> TransformerSet
     unknown = [key for key in given if key not in _OWN_KEYS | _WITHOUT_EFFECT]
     if unknown and not _has_tasks(folder):
         raise ModelError(f"{file} has the key {unknown[0]!r:.100}; known: {', '.join(sorted(_OWN_KEYS))}")
-    as_messages = _is_of_messages(given, task, file)
+    format = _format_of_messages(given, task, file)
     expansion = given_value(given, "query_expansion", dict, file)
     return TransformerSettings(
         task=task,
         max_tokens=_most_tokens(given, folder, file),
         lower_case=bool(given.get("do_lower_case", False)),
-        as_messages=as_messages,
+        chat=None if format is None else PairChat(variables=_variables(given, file), are_parts=format == STRUCTURED),
         query_length=given_value(given, "query_length", int, file),
         document_length=given_value(given, "document_length", int, file),
         query_expansion=expansion,
@@ -155,9 +158,9 @@ def transformer_settings(folder: Path, tasks: tuple[str, ...]) -> TransformerSet
     )
 
 
-def _is_of_messages(given: Mapping[str, Any], task: str, file: Path) -> bool:
-    """Whether texts are put through the chat template. Raises ModelError where another output of the model than the
-    task's is taken."""
+def _format_of_messages(given: Mapping[str, Any], task: str, file: Path) -> str | None:
+    """How the chat template gets texts; None: they are not put through it. Raises ModelError where another output of
+    the model than the task's is taken."""
     output, found_as = OUTPUTS[task]
     named = given_value(given, "module_output_name", str, file) or found_as
     modalities = given_value(given, "modality_config", dict, file) or {}
@@ -172,7 +175,25 @@ def _is_of_messages(given: Mapping[str, Any], task: str, file: Path) -> bool:
             )
     if modalities and not {"text", "message"} & modalities.keys():
         raise ModelError(f"{file} takes {', '.join(map(str, modalities))} (modality_config), and models take text here")
-    return "message" in modalities
+    if "message" not in modalities:
+        return None
+    format = modalities["message"].get("format") or FLAT
+    if format not in (FLAT, STRUCTURED):
+        raise ModelError(
+            f"{file} has the modality_config message with format {format!r:.100}; flat or structured is known"
+        )
+    return str(format)
+
+
+def _variables(given: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Of the chat template. restore_suffix: what the template writes at the end stays when a prompt is cut, as here."""
+    calls = given_value(given, "processing_kwargs", dict, file) or {}
+    found = dict(given_value(calls, "chat_template", dict, file) or {})
+    if not found.pop("restore_suffix", True):
+        raise ModelError(
+            f"{file} has restore_suffix false, and what the chat template writes at the end always stays here"
+        )
+    return found
 
 
 def _most_tokens(given: Mapping[str, Any], folder: Path, file: Path) -> int | None:

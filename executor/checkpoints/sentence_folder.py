@@ -44,7 +44,7 @@ from headrace.executor.checkpoints.sentence_files import (
 )
 from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm
 from headrace.ipc.failure import ModelError
-from headrace.ipc.messages import LateInteraction
+from headrace.ipc.messages import LateInteraction, PairChat
 from headrace.ipc.process.regular_files import is_there
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,8 @@ class Scores(NamedTuple):
     """Of the layers behind the pooling; else of the model's own classifier, or of `token_ids`."""
     token_ids: tuple[int, ...] = ()
     """The token whose logit is the score, and perhaps one whose logit is taken from it."""
-    as_messages: bool = False
-    """Pairs are put through the chat template."""
+    chat: PairChat | None = None
+    """How pairs are put through the chat template; None: they are not."""
 
 
 class SentenceFolder(NamedTuple):
@@ -208,7 +208,7 @@ def folder_of_modules(folder: Path) -> Path:
 def _of_texts(transformer: Module, *tasks: str, whole: bool = True) -> TransformerSettings:
     """whole: queries and documents have no lengths of their own. Raises ModelError for what is of others."""
     settings = transformer_settings(transformer.folder, tasks or ("feature-extraction",))
-    if settings.as_messages:
+    if settings.chat is not None:
         raise ModelError(
             f"{settings.file} puts texts through the chat template (modality_config has message), which is not "
             "computed here"
@@ -289,7 +289,12 @@ def _of_logits(folder: Path, found: list[Module], general: GeneralSettings) -> S
             f"{file} has true_token_id {ids[0]!r:.100} and false_token_id {ids[1]!r:.100}; ids are expected"
         )
     token_ids = tuple(each for each in ids if each is not None)
-    scores = Scores(_class_activation(folder) or "sigmoid", token_ids=token_ids, as_messages=settings.as_messages)
+    if settings.chat is not None and any(general.prompts.values()):
+        raise ModelError(
+            f"{folder / GENERAL} has prompts, which become messages where pairs are put through a chat template; "
+            "that is not computed here"
+        )
+    scores = Scores(_class_activation(folder) or "sigmoid", token_ids=token_ids, chat=settings.chat)
     return _scoring(general, settings, scores)
 
 

@@ -20,7 +20,6 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import (
-    Scores,
     SentenceFolder,
     class_activation,
     folder_of_modules,
@@ -73,7 +72,7 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
         yes_no = yes_no_of((options.model, str(checkpoint.config.get("_name_or_path", ""))), checkpoint.config)
     scores = folder.scores if folder is not None and options.convert in ("auto", "classify") else None
     if yes_no is None and scores is not None and scores.token_ids:
-        yes_no = _by_logits(scores, checkpoint)
+        yes_no = YesNo(scores.token_ids, None)
     if yes_no is not None and spec.classifier is None:
         heads = (*spec.names.lm_heads, spec.names.embedding)
         spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
@@ -101,17 +100,10 @@ def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
         tasks = _classifying(checkpoint, config, folder, spec)
         if yes_no is None or tasks.pooling is None:
             return tasks
-        return replace(tasks, pooling=msgspec.structs.replace(tasks.pooling, pair_format=yes_no.pair_format))
+        chat = scores.chat if scores is not None and yes_no.pair_format is None else None
+        pooling = msgspec.structs.replace(tasks.pooling, pair_format=yes_no.pair_format, pair_chat=chat)
+        return replace(tasks, pooling=pooling)
     return _embedding(checkpoint, config, folder, spec, pools=pools)
-
-
-def _by_logits(scores: Scores, checkpoint: Checkpoint) -> YesNo:
-    if scores.as_messages:
-        raise ModelError(
-            f"the folder's settings put pairs through the chat template of {checkpoint.name} (modality_config has "
-            "message), which is not computed here, but for models that are known by their names"
-        )
-    return YesNo(scores.token_ids, None)
 
 
 def _of_layers(folder: SentenceFolder | None, spec: ArchSpec) -> Classifier:

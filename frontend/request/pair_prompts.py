@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,11 @@ class PairTemplate(NamedTuple):
 
     template: str
     variables: Mapping[str, Any] = types.MappingProxyType({})
+    are_parts: bool = False
+    """A message's content is a list of parts; else a text."""
+    is_whole: bool = False
+    """The template writes the special tokens too, and what it writes at the end stays when a prompt is cut; else the
+    tokenizer adds its own, as for vLLM."""
 
 
 _FIELD = re.compile(r"\{(?:instruction|query|document)\}")
@@ -105,6 +111,8 @@ def tokenize_pairs(
     if pooling.lower_case:
         pairs = [(first.lower(), second.lower()) for first, second in pairs]
     from_left = how is not None and how.truncates_left(False)
+    if template is None and (chat := pooling.pair_chat) is not None:
+        template = PairTemplate(tokenizer.get_chat_template(None), chat.variables, chat.are_parts, is_whole=True)
     if template is not None:
         return _rendered(pairs, template, tokenizer, most_tokens, from_left=from_left)
     if pooling.pair_format is not None:
@@ -125,16 +133,28 @@ def _rendered(
     *,
     from_left: bool,
 ) -> list[Prompt]:
-    """As vLLM tokenises them: with the tokenizer's special tokens around the text."""
+    pairs = [*pairs, ("a", "b"), ("c", "d")] if template.is_whole and most_tokens is not None else pairs
     chats = [[{"role": role, "content": text} for role, text in zip(PAIR_ROLES, pair, strict=True)] for pair in pairs]
-    texts = list(tokenizer.render_chats(chats, chat_template=template.template, **template.variables))
+    form: dict[str, Any] = {"chat_template_content_format": "openai"} if template.are_parts else {}
+    texts = list(tokenizer.render_chats(chats, chat_template=template.template, **form, **template.variables))
+    end = list[int]()
+    if template.is_whole and most_tokens is not None:
+        end = tokenizer.encode(_common_end(texts.pop(), texts.pop()), False)
     prompts = []
-    for text, token_ids in zip(texts, tokenizer.encode_batch(texts, True), strict=True):
+    for text, encoded in zip(texts, tokenizer.encode_batch(texts, not template.is_whole), strict=True):
+        token_ids = list(encoded)
         if most_tokens is not None and len(token_ids) > most_tokens:
-            inner = tokenizer.encode(text, False)
-            token_ids = cut(list(token_ids), inner, most_tokens, from_left=from_left)
-        prompts.append(Prompt(token_ids=list(token_ids)))
+            if template.is_whole:
+                token_ids = [*token_ids[: max(0, most_tokens - len(end))], *end][:most_tokens]
+            else:
+                token_ids = cut(token_ids, tokenizer.encode(text, False), most_tokens, from_left=from_left)
+        prompts.append(Prompt(token_ids=token_ids))
     return prompts
+
+
+def _common_end(first: str, second: str) -> str:
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False))
+    return "".join(letter for letter, _ in alike)[::-1]
 
 
 def _written(

@@ -259,10 +259,56 @@ def test_logits_of_the_next_token_score_pairs(tmp_path: Path, *, with_no: bool) 
         found = [model(torch.tensor([tokenizer(*pair)["input_ids"]])).logits[0, -1] for pair in PAIRS]
     wanted = torch.stack([each[yes] - (each[no] if with_no else 0) for each in found])
     assert (scores(tmp_path) - wanted).abs().max() < 1e-4
-    messages = {"modality_config": {"message": {"method": "forward", "method_output_name": "logits"}}}
-    write(tmp_path, ("LogitScore", config), task="text-generation", general=general, settings=messages)
-    with pytest.raises(ModelError, match=r"put pairs through the chat template .*modality_config has message"):
-        LLM(str(tmp_path), in_process=True, **ENGINE)
+
+
+FLAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}ok{% endif %}"
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}> {% for each in m.content %}{{ each.text }}{% endfor %} {% endfor %}"
+    "{{ more | default('none') }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "how", "variables"),
+    [(FLAT, "flat", {"add_generation_prompt": True}), (PARTS, "structured", {"more": "some"}), (FLAT, None, {})],
+)
+def test_a_chat_template_writes_pairs(
+    tmp_path: Path, template: str, how: str | None, variables: dict[str, Any]
+) -> None:
+    """What it writes at the end stays when a prompt is cut."""
+    tiny_models.save("qwen3", tmp_path, tie_word_embeddings=True)
+    tokenizer = make_pair_tokenizer(tmp_path, "<s>", ("</s>",), "</s>", ("yes", "no"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    message = {"method": "forward", "method_output_name": "logits"} | ({"format": how} if how else {})
+    settings = {
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}, "message": message},
+        "processing_kwargs": {"chat_template": variables | {"restore_suffix": True}},
+    }
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    write(
+        tmp_path,
+        ("LogitScore", {"true_token_id": yes, "false_token_id": no}),
+        task="text-generation",
+        settings=settings,
+        general={"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Sigmoid"},
+        most=60,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+
+    def ids(pair: tuple[str, str]) -> list[int]:
+        texts = [[{"type": "text", "text": text}] if how == "structured" else text for text in pair]
+        chat = [{"role": role, "content": text} for role, text in zip(("query", "document"), texts, strict=True)]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, **variables)
+        found = tokenizer.encode(text, add_special_tokens=False)
+        end = next((each for each in ("ok", " some") if text.endswith(each)), "")
+        last = tokenizer.encode(end, add_special_tokens=False)
+        return found if len(found) <= 60 else [*found[: 60 - len(last)], *last]
+
+    with torch.inference_mode():
+        found = [model(torch.tensor([ids(pair)])).logits[0, -1] for pair in PAIRS]
+    wanted = torch.stack([each[yes] - each[no] for each in found]).sigmoid()
+    assert (scores(tmp_path) - wanted).abs().max() < 1e-5
 
 
 def late_folder(folder: Path, mask: dict[str, Any] | None, settings: dict[str, Any], **general: Any) -> Path:
@@ -338,6 +384,7 @@ def test_vectors_of_tokens(
 
 
 MESSAGE = {"message": {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}}
+LOGITS = {"method": "forward", "method_output_name": "logits"}
 IMAGE = {"image": {"method": "forward", "method_output_name": None}}
 POOLER = {"text": {"method": "forward", "method_output_name": "pooler_output"}}
 TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
@@ -348,6 +395,31 @@ REFUSED: dict[str, tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], str]]
     "no pooling": ([("Normalize", {})], {}, "none says how a text's vector is made"),
     "images alone": (
         [MEAN], {"settings": {"modality_config": IMAGE}}, "takes image",
+    ),
+    "a form of messages": (
+        [("LogitScore", {"true_token_id": 1})],
+        {"task": "text-generation", "settings": {"modality_config": {"message": {"format": "xml", **LOGITS}}}},
+        "format 'xml'",
+    ),
+    "prompts of messages": (
+        [("LogitScore", {"true_token_id": 1})],
+        {
+            "task": "text-generation",
+            "settings": {"modality_config": {"message": LOGITS}},
+            "general": {"prompts": {"web": "x"}},
+        },
+        "has prompts, which become messages",
+    ),
+    "an end that is cut": (
+        [("LogitScore", {"true_token_id": 1})],
+        {
+            "task": "text-generation",
+            "settings": {
+                "modality_config": {"message": LOGITS},
+                "processing_kwargs": {"chat_template": {"restore_suffix": False}},
+            },
+        },
+        "restore_suffix",
     ),
     "a chat template": ([MEAN], {"settings": {"modality_config": MESSAGE}}, "through the chat template"),
     "another task": ([MEAN], {"task": "fill-mask"}, "the transformer_task 'fill-mask'"),
