@@ -95,7 +95,7 @@ def foreign_spec(config: Any, trust_remote_code: bool, *, has_head: bool = True)
     except ForeignError:
         raise
     except Exception as error:  # whatever the model's code does
-        raise ForeignError(f"its code cannot be followed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise ForeignError(f"its code cannot be followed: {type(error).__name__}: {_first_line(error)}") from error
     if not recorder.layers:
         raise ForeignError("its attention does not go through transformers' table of attention functions")
     if (expected := getattr(config, "num_hidden_layers", None)) and len(recorder.layers) != expected:
@@ -157,8 +157,13 @@ def _on_meta(config: Any, trust_remote_code: bool, *, has_head: bool) -> Any:
     except ForeignError:
         raise
     except Exception as error:  # whatever the model's code does
-        raise ForeignError(f"{type(error).__name__}: {str(error)[:300]}") from error
+        raise ForeignError(f"{type(error).__name__}: {_first_line(error)}") from error
     return model
+
+
+def _first_line(error: Exception) -> str:
+    """transformers goes on with lists of all that it knows."""
+    return str(error).partition("\n")[0][:300]
 
 
 def register() -> None:

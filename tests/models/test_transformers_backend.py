@@ -82,6 +82,10 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
     ) as told:
         LLM(unknown, load_format="dummy", **SMALL)
     assert "docs/models.md" in str(told.value.hint)
+    encoder = config_only(tmp_path / "encoder", architectures=["AlbertModel"], model_type="albert")
+    with pytest.raises(ModelError, match=r"AlbertModel is not supported.*Unrecognized configuration class") as told:
+        LLM(encoder, load_format="dummy", **SMALL)
+    assert "GPT2Config" not in str(told.value), "transformers lists all that it knows"
     foreign = {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     with pytest.raises(ModelError, match=r"brings code of its own.*trust_remote_code=True lets it run"):
         LLM(config_only(tmp_path / "own", **foreign), load_format="dummy", **SMALL)
