@@ -169,12 +169,22 @@ def _written(
     for query, document in pairs:
         given = {"{instruction}": said, "{query}": query, "{document}": document}
         texts = [_FIELD.sub(lambda found: given[found.group()], segment) for segment in form.segments]  # noqa: B023
+        cut_at = form.cut
+        if query.startswith(texts[0].partition("\n")[0]):
+            texts, cut_at = _own_segments(query + document, texts[0], texts[-1]), 1
         segments = tokenizer.encode_batch(texts, False)
         if most_tokens is not None:
-            others = sum(map(len, segments)) - len(segments[form.cut])
-            segments[form.cut] = segments[form.cut][: max(0, most_tokens - others)]
+            others = sum(map(len, segments)) - len(segments[cut_at])
+            segments[cut_at] = segments[cut_at][: max(0, most_tokens - others)]
         prompts.append(Prompt(token_ids=[each for segment in segments for each in segment]))
     return prompts
+
+
+def _own_segments(whole: str, opening: str, closing: str) -> list[str]:
+    """Of a pair that the client has written in the model's form already, as examples of vLLM do: what is before the
+    part to be cut, that part, and what is behind it."""
+    first, last = opening if whole.startswith(opening) else "", closing if whole.endswith(closing) else ""
+    return [first, whole[len(first) : len(whole) - len(last)], last]
 
 
 def late_prompts(

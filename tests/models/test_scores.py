@@ -110,6 +110,13 @@ def test_a_reranker_that_answers_yes_or_no_is_known_by_its_name(tmp_path: Path) 
         outputs = llm.score(QUERY, DOCUMENTS[:3], use_tqdm=False)
         assert [output.outputs.score for output in outputs] == pytest.approx(wanted, abs=1e-5)
         assert outputs[-1].num_cached_tokens > 0, "documents of a query share its tokens"
+        query = f"{begin}<Instruct>: {task}\n<Query>: {QUERY}\n"
+        written = llm.score(query, [f"<Document>: {each}{end}" for each in DOCUMENTS[:3]], use_tqdm=False)
+        assert [each.outputs.score for each in written] == [each.outputs.score for each in outputs]
+        (cut,) = llm.score(query, f"<Document>: {'word ' * 900}{end}", use_tqdm=False, truncate_prompt_tokens=200)
+        closing = tokenizer.encode(end, add_special_tokens=False)
+        assert cut.prompt_token_ids[-len(closing) :] == closing
+        assert len(cut.prompt_token_ids) == 200
 
 
 @pytest.mark.parametrize("instruction", [None, "be strict"])
