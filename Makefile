@@ -6,9 +6,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILD_TOOLS := $(VENV)/build
 TYPES := $(VENV)/types/headrace
-# Tests pass keywords about and look inside unions; what they call is checked strictly where it is defined.
-RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-ignores \
-  --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
 # A file's tests share what they start; tests/conftest.py says which files begin.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FOLDERS := core executor frontend ipc kernels
@@ -16,10 +13,10 @@ FOLDERS := core executor frontend ipc kernels
 SINCE ?= main
 CHANGED = $(shell { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; \
   git diff --name-only --diff-filter=d "$$(git merge-base HEAD $(SINCE))" HEAD; } 2>/dev/null | grep '\.py$$' | sort -u)
-TYPED = $(filter benchmarks/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(filter headrace/%,$(CHANGED))) \
+TYPED = $(filter benchmarks/% tests/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(filter headrace/%,$(CHANGED))) \
   $(addprefix $(TYPES)/,$(filter $(FOLDERS:=/%),$(CHANGED)))
 
-.PHONY: demo test test-system test-versions lint types types-of-tests fmt docs docs-site install demo-model bench-check
+.PHONY: demo test test-system test-versions lint types fmt docs docs-site install demo-model bench-check
 .PHONY: package image release-check clean distclean
 .DELETE_ON_ERROR:
 
@@ -31,8 +28,7 @@ demo: demo-model
 check: install $(TYPES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(if $(strip $(TYPED)),$(BIN)/mypy $(TYPED))
-	$(if $(filter tests/%,$(CHANGED)),$(BIN)/mypy $(RELAXED) $(filter tests/%,$(CHANGED)))
+	$(if $(strip $(TYPED)),$(BIN)/python tests/support/check_types.py $(TYPED))
 	$(BIN)/pytest $(PARALLEL) @tests/check.txt
 
 test: install demo-model lint
@@ -52,13 +48,10 @@ lint: install $(TYPES)
 	@$(BIN)/python tests/support/tree_figures.py
 	@git ls-files '*.py' | xargs wc -l | awk '$$1 > 600 && $$2 != "total" { print "long: " $$1 " lines in " $$2 }'
 	@wc -l < docs/architecture.md | awk '$$1 > 200 { print "long: " $$1 " lines in docs/architecture.md, which is a map" }'
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types types-of-tests
+	$(BIN)/python tests/support/check_types.py
 
 types: $(TYPES)
-	$(BIN)/mypy
-
-types-of-tests: $(TYPES)
-	$(BIN)/mypy $(RELAXED) tests
+	$(BIN)/python tests/support/check_types.py
 
 fmt: install
 	$(BIN)/ruff check --fix .

@@ -102,9 +102,9 @@ def anthropic(url: str) -> None:
         message = stream.get_final_message()
     check({"thinking", "input_json", "content_block_stop"} - kinds, set(), "events")
     thinking, call = message.content
-    check((thinking.type, thinking.thinking), ("thinking", "hm"), "thinking")  # type: ignore[union-attr]
-    check((call.name, call.input, message.stop_reason), ("get_weather", {"city": "Zürich"}, "tool_use"), "a call")  # type: ignore[union-attr]
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": SUNNY}  # type: ignore[union-attr]
+    check((thinking.type, thinking.thinking), ("thinking", "hm"), "thinking")
+    check((call.name, call.input, message.stop_reason), ("get_weather", {"city": "Zürich"}, "tool_use"), "a call")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": SUNNY}
     turns: Any = [question, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     (said,) = client.messages.create(**asked, messages=turns).content
     check(said.text, f"It is {SUNNY}.", "the result's answer")

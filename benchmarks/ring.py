@@ -134,7 +134,8 @@ def null_executors() -> Iterator[tuple[Stepper, Stepper]]:
     """The same null model in this process, and in two workers."""
     asked = options(2)
     asked = type(asked)(**{**{name: getattr(asked, name) for name in asked.__struct_fields__}, "max_num_seqs": ROWS})
-    here, there = NullRank(asked), MultiprocExecutor(asked)
+    here: Any = NullRank(asked)  # a rank alone is an executor too, as far as a stepper asks
+    there = MultiprocExecutor(asked)
     try:
         bring_up(here, asked)
         bring_up(there, asked)

@@ -68,7 +68,7 @@ async def ask(client: openai.AsyncOpenAI, nth: int) -> dict[str, Any]:
     answer = await client.chat.completions.create(
         model=(await client.models.list()).data[0].id,
         messages=[{"role": "user", "content": QUESTIONS[nth % len(QUESTIONS)]}],
-        tools=TOOLS,  # type: ignore[arg-type]
+        tools=TOOLS,
         tool_choice=choice,
         parallel_tool_calls=False,
         temperature=1.0,
@@ -76,7 +76,7 @@ async def ask(client: openai.AsyncOpenAI, nth: int) -> dict[str, Any]:
         max_tokens=600,
     )
     (made,) = answer.choices
-    calls = [(each.function.name, each.function.arguments) for each in made.message.tool_calls or ()]  # type: ignore[union-attr]
+    calls = [(each.function.name, each.function.arguments) for each in made.message.tool_calls or ()]
     return {
         "asked": named or "required",
         "calls": calls,

@@ -117,21 +117,25 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
 def _tell_transformers(architecture: str, model_class: Any) -> None:
     """Registers a model class with transformers' auto classes, under its config's model_type. Raises ModelError for a
     class that does not derive from transformers' PreTrainedModel and PreTrainedConfig."""
-    if not isinstance(model_class, type):
+    if not _is_class_of(model_class, object):
         return
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
     registered = f"{architecture} is registered as {model_class!r}"
-    if not issubclass(model_class, PreTrainedModel):
+    if not _is_class_of(model_class, PreTrainedModel):
         raise ModelError(f"{registered}; a class derived from transformers' PreTrainedModel, or a Family, is expected")
     config_class: Any = model_class.config_class
-    if not (isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig) and config_class.model_type):
+    if not (_is_class_of(config_class, PreTrainedConfig) and config_class.model_type):
         raise ModelError(
             f"{registered}, whose config_class is {config_class!r}; a class derived from transformers' "
             "PreTrainedConfig with a model_type is expected"
         )
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+
+def _is_class_of(found: Any, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
 
 
 def load_foreign(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, options: Options) -> Any:

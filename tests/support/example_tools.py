@@ -29,4 +29,4 @@ DETAILED = {
     "additionalProperties": False,
     "$defs": {"deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
 }
-FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
+FORCED: list[dict[str, Any]] = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
