@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from state_ops import CASES, Case, Part, in_chunks, kept, run
+from state_ops import CASES, Case, Part, attention, in_chunks, kept, recurrence, run
 from torch import Tensor
 
 from headrace.kernels.triton import linear_attention, scan
@@ -18,6 +18,12 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "linear_attention": linear_attention.linear_attention,
 }
 SERVED = {name: case for name, case in CASES.items() if case.op in OPS}
+FEW_HEADS = {
+    "two heads, groups, limits": recurrence(2, 7, 20, 2, (0.01, 0.8)),
+    "two heads of odd sizes, with decays of channels": attention(2, 1, 19, 21, decays=19, correction=2.0),
+}
+"""For what does not depend on how many there are: the interpreter takes as much time for each."""
+SERVED |= FEW_HEADS
 OF_EACH_KIND = (
     *("LFM2's convolution", "Mamba's convolution", "odd sizes, groups, limits"),
     *("of odd sizes, with decays of channels", "of constant decays, without corrections"),
@@ -25,7 +31,7 @@ OF_EACH_KIND = (
 )
 """Each op with all of its inputs and without those that it can do without. The others differ in sizes and in what a
 state is multiplied by."""
-OF_EACH_OP = ("Mamba's convolution", "odd sizes, groups, limits", "of odd sizes, with decays of channels")
+OF_EACH_OP = ("Mamba's convolution", *FEW_HEADS)
 """Each op once, with the most that it does."""
 
 
