@@ -53,7 +53,8 @@ def streams_on_both(pool: ThreadPoolExecutor, server: Server) -> list[Future[dic
     return [pool.submit(stream, server, each, data_parallel_rank=each % 2) for each in range(6)]
 
 
-@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
+@pytest.mark.system
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str) -> None:
     arguments = ("-dp", "2", "--api-server-count", processes)
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:

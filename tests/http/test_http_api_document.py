@@ -46,7 +46,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("num_examples", [1, pytest.param(25, marks=pytest.mark.system)])
-@pytest.mark.parametrize("operation", every(3, OPERATIONS), ids=lambda each: each.label)
+@pytest.mark.parametrize("operation", every(6, OPERATIONS), ids=lambda each: each.label)
 def test_no_input_makes_the_server_fail(server, operation, num_examples):
     """Inputs that fit the document, and inputs that do not."""
     config = settings(

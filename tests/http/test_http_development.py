@@ -189,7 +189,7 @@ OPERATIONS = [
 
 @pytest.mark.parametrize(
     "operation",
-    every(3, [each for each in OPERATIONS if each.path in {route.path for route in DEVELOPMENT_ROUTES}]),
+    every(6, [each for each in OPERATIONS if each.path in {route.path for route in DEVELOPMENT_ROUTES}]),
     ids=lambda each: each.label,
 )
 def test_no_input_makes_the_server_fail(server, client, operation):
