@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.util
 import os
 import subprocess
@@ -36,7 +37,12 @@ def python_files(folder: str | None = None) -> tuple[Path, ...]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+    gc.disable()
+    try:
+        return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+    finally:
+        gc.freeze()  # it stays: the collector of garbage would walk through it again and again
+        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def imports(path: Path) -> Iterator[Import]:
 
 
 def _imports(path: Path, node: ast.AST, *, is_lazy: bool) -> Iterator[Import]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    if isinstance(node, ast.If) and _is_for_types(node.test):
         return
     if isinstance(node, ast.Import | ast.ImportFrom):
         for name in _imported(path, node):
@@ -66,6 +72,11 @@ def _imports(path: Path, node: ast.AST, *, is_lazy: bool) -> Iterator[Import]:
         if isinstance(child, ast.expr):
             continue
         yield from _imports(path, child, is_lazy=is_lazy or isinstance(node, FunctionNode))
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    names = (getattr(each, "id", getattr(each, "attr", "")) for each in ast.walk(test))
+    return "TYPE_CHECKING" in names
 
 
 def _imported(path: Path, node: ast.Import | ast.ImportFrom) -> list[str]:
