@@ -9,13 +9,13 @@ import random
 import re
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from example_tools import DETAILED, FORCED
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from family_answers import WAYS, Way
 from read_answers import Read, read
+from schema_checks import validate
 from thinned import every, pairs
 
 from headrace.core.structured_output.unquoted_texts import for_llguidance, with_texts
@@ -84,7 +84,7 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
         for called, arguments in found.calls:
             assert called in ("get_weather", "now")
             if called == "get_weather":
-                jsonschema.validate(json.loads(arguments), DETAILED)
+                validate(json.loads(arguments), DETAILED)
     assert num_calls, "none of the drawn answers came to its end"
 
 
@@ -145,7 +145,7 @@ def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
         parser = OutputParser(None, load_format(name), tools=CONSTRAINED_TOOLS)
         ((_, arguments),) = Read.of([*parser.feed(text), *parser.finish()]).calls
         found = json.loads(arguments)
-        jsonschema.validate(found, CONSTRAINED)
+        validate(found, CONSTRAINED)
         assert {key: found[key] for key in values} == {
             key: None if value == "null" else value for key, value in values.items()
         }
@@ -418,7 +418,7 @@ def test_texts_and_truth_values_may_be_pythons_where_calls_are():
         if meant is not None:
             ((_, arguments),) = read("pythonic", [answer]).calls
             assert json.loads(arguments) == meant
-            jsonschema.validate(meant, parameters)
+            validate(meant, parameters)
 
 
 def test_pythons_values_are_those_of_types_in_capitals_too():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from http_server import ask, events_of, serving
 from null_with_tokenizer import PARROT
-from processor_time import least_processor_s, processor_s
+from processor_time import is_linear, least_processor_s
 from read_answers import parser_of
 from thinned import every
 
@@ -61,19 +61,17 @@ def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str, 
     must not take much more than its length of what an eighth takes: a busy machine computes several times slower."""
     texts, eighths = hostile_texts(name, SIZE // 16), hostile_texts(name, SIZE // 128)
     for what in random.Random(name).sample(sorted(texts), len(texts) // share):
-        eighth_s, whole_s = seconds_to_read(name, eighths[what]), seconds_to_read(name, texts[what])
-        assert whole_s < max(MOST_S / 4, 20 * eighth_s), what
+        assert is_linear(reading(name, texts[what]), reading(name, eighths[what]), MOST_S / 4), what
 
 
-def seconds_to_read(name: str, text: str, piece: int = SIZE) -> float:
-    parser = parser_of(name, tools=TOOLS)
-
+def reading(name: str, text: str, piece: int = SIZE) -> Callable[[], None]:
     def read() -> None:
+        parser = parser_of(name, tools=TOOLS)
         for start in range(0, len(text), piece):
             parser.feed(text[start : start + piece])
         parser.finish()
 
-    return processor_s(read)
+    return read
 
 
 @pytest.mark.parametrize(
@@ -100,10 +98,8 @@ def seconds_to_read(name: str, text: str, piece: int = SIZE) -> float:
 def test_a_long_text_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     name: str, beginning: str, endless: str, piece: int
 ) -> None:
-    eighth_s, whole_s = (
-        seconds_to_read(name, beginning + endless * (size // len(endless)), piece) for size in (SIZE // 8, SIZE)
-    )
-    assert whole_s < max(MOST_S, 20 * eighth_s)
+    eighth, whole = (reading(name, beginning + endless * (size // len(endless)), piece) for size in (SIZE // 8, SIZE))
+    assert is_linear(whole, eighth, MOST_S)
 
 
 @pytest.mark.parametrize("size", every(2, [900, 5_000, 250_000]))

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import tiny_models
 from example_tools import DETAILED
 from fake_core import memory_core
 from fake_tokenizers import bundle_of, byte_level_tokenizer
+from schema_checks import validate
 
 from headrace import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 
@@ -58,7 +58,7 @@ def check(message: Any) -> None:
     assert message.tool_calls
     for call in message.tool_calls:
         assert call.function.name == "get_weather"
-        jsonschema.validate(json.loads(call.function.arguments), DETAILED)
+        validate(json.loads(call.function.arguments), DETAILED)
 
 
 def test_calls_of_a_strict_tool_fit_its_schema(llm: LLM):
@@ -82,7 +82,7 @@ def test_an_answer_that_must_be_json_may_be_a_call_of_a_strict_tool(llm: LLM):
         if output.finish_reason == "stop" and output.message.tool_calls:
             check(output.message)
         elif output.finish_reason == "stop":
-            jsonschema.validate(json.loads(output.message.content), schema)
+            validate(json.loads(output.message.content), schema)
         assert params.structured_outputs is form, "the caller's parameters stay as they were"
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from read_answers import read
+from schema_checks import validate
 from test_call_grammars import accepts
 from thinned import pairs
 
@@ -132,7 +132,7 @@ def test_a_forced_call_holds_alternatives_and_parts_of_the_whole(name: str) -> N
     text = written(name, size="2", kind="acme", payload='{"a": "1"}')
     assert accepts(grammar, text)
     ((_, arguments),) = read(name, text, tools=[tool(WHOLE)], reasoning=None).calls
-    jsonschema.validate(json.loads(arguments), WHOLE)
+    validate(json.loads(arguments), WHOLE)
     assert not accepts(grammar, written(name, size="2", kind="none"))
 
 

@@ -14,6 +14,7 @@ import jsonschema
 import lark
 import pytest
 import tiny_models
+from schema_checks import validate
 from thinned import every
 
 from headrace import (
@@ -83,7 +84,7 @@ def test_answers_of_one_batch_have_the_form_that_each_asked_for(llm: LLM) -> Non
     ]
     first, second, expression, choice, lark, gbnf = ask(llm, asked)
     for answer in (first, second):
-        jsonschema.validate(json.loads(answer), PERSON)
+        validate(json.loads(answer), PERSON)
         assert not re.search(r"\s", re.sub(r'"[^"]*"', "", answer)), "there is no space between the parts"
     assert re.fullmatch("[a-c]{3}(xy)?", expression)
     assert choice in ("yes", "no", "é世")
@@ -202,7 +203,7 @@ def test_ranks_that_share_a_model_give_answers_of_the_form(folder: str, name: st
     with LLM(model=folder, **{**ENGINE, **PARALLEL[name]}) as llm:
         outputs = llm.generate(prompts, wished, use_tqdm=False)
     for output in outputs[:4]:
-        jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
+        validate(json.loads(output.outputs[0].text), PERSON)
     assert re.fullmatch("(ab|cd){4,9}", outputs[4].outputs[0].text)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -15,6 +17,11 @@ CHAT_TEMPLATE = (
 
 def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
     """BPE over bytes, as in GPT-2, Llama 3 and Qwen, with few merges so that characters are split."""
+    return FastTokenizer.from_str(_trained(vocab_size))
+
+
+@functools.cache
+def _trained(vocab_size: int) -> str:
     tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +34,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
             show_progress=False,
         ),
     )
-    return tokenizer
+    return str(tokenizer.to_str())
 
 
 def sentencepiece_tokenizer() -> FastTokenizer:

@@ -24,12 +24,25 @@ def processor_s(work: Callable[[], object]) -> float:
 
 def least_processor_s(work: Callable[[], object], most_s: float) -> float:
     """Of several tries, until one takes less than `most_s`: for work that can be repeated."""
+    if (took_s := _here_s(work)) < most_s:
+        return took_s
     least_s = processor_s(work)
     for _ in range(TRIES - 1):
         if least_s < most_s:
             break
         least_s = min(least_s, processor_s(work))
     return least_s
+
+
+def is_linear(whole: Callable[[], object], eighth: Callable[[], object], most_s: float) -> bool:
+    """Whether work takes less than `most_s`, or not much more than its length of what an eighth of it takes."""
+    return _here_s(whole) < most_s or processor_s(whole) < max(most_s, 20 * processor_s(eighth))
+
+
+def _here_s(work: Callable[[], object]) -> float:
+    """As the machine is now, which is no less than at rest. What compares with that takes longer than most work."""
+    with _no_collection():
+        return _thread_s(work)
 
 
 def _reference() -> None:
