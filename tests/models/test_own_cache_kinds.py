@@ -10,22 +10,15 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from installed_packages import install
 
-PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "chunks-for-headrace"
-version = "1.0"
-[tool.setuptools]
-py-modules = ["chunked_family", "chunked_cache"]
-[project.entry-points."headrace.plugins"]
-chunked = "chunked_family:CHUNKED"
-whole = "chunked_family:WHOLE"
-unknown = "chunked_family:UNKNOWN"
-[project.entry-points."headrace.cache_kinds"]
-chunks = "chunked_cache:Chunks"
+ENTRY_POINTS = """
+[headrace.plugins]
+chunked = chunked_family:CHUNKED
+whole = chunked_family:WHOLE
+unknown = chunked_family:UNKNOWN
+[headrace.cache_kinds]
+chunks = chunked_cache:Chunks
 """
 FAMILY = '''
 """Every second layer attends within chunks of 32 tokens."""
@@ -130,12 +123,8 @@ with LLM(
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the package is installed into."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name, text in {"pyproject.toml": PROJECT, "chunked_family.py": FAMILY, "chunked_cache.py": CACHE}.items():
-        (source / name).write_text(text)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=120)
-    return target
+    files = {"chunked_family.py": FAMILY, "chunked_cache.py": CACHE}
+    return install(tmp_path_factory.mktemp("site"), "chunks-for-headrace", ENTRY_POINTS, files)
 
 
 @pytest.fixture(scope="module")

@@ -12,28 +12,21 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from installed_packages import install
 from test_models import reference_logits
 
 from headrace import LLM, HeadraceError, ModelError, ModelRegistry, OptionError, SamplingParams
 from headrace.executor.models import families, registry
 from headrace.ipc.process.program import FOR_PROGRAMS
 
-PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "squared-for-headrace"
-version = "1.0"
-[tool.setuptools]
-py-modules = ["squared_family", "gentle_scheduler"]
-[project.entry-points."headrace.plugins"]
-squared = "squared_family:FAMILY"
-gentle = "gentle_scheduler:GentleScheduler"
-broken = "squared_family:MISSING"
-number = "squared_family:NUMBER"
-[project.entry-points."vllm.general_plugins"]
-patches = "squared_family:patch"
+ENTRY_POINTS = """
+[headrace.plugins]
+squared = squared_family:FAMILY
+gentle = gentle_scheduler:GentleScheduler
+broken = squared_family:MISSING
+number = squared_family:NUMBER
+[vllm.general_plugins]
+patches = squared_family:patch
 """
 FAMILY = '''
 from dataclasses import dataclass
@@ -108,14 +101,8 @@ PROMPT, NEW_TOKENS = [5, 6, 7, 8], 10
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the package is installed into."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name, text in (
-        ("pyproject.toml", PROJECT), ("squared_family.py", FAMILY), ("gentle_scheduler.py", SCHEDULER)
-    ):  # fmt: skip
-        (source / name).write_text(text)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=120)
-    return target
+    files = {"squared_family.py": FAMILY, "gentle_scheduler.py": SCHEDULER}
+    return install(tmp_path_factory.mktemp("site"), "squared-for-headrace", ENTRY_POINTS, files)
 
 
 @pytest.fixture(scope="module")
