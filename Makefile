@@ -16,7 +16,7 @@ CHANGED = $(shell { git diff --name-only --diff-filter=d HEAD; git ls-files --ot
 TYPED = $(filter benchmarks/% tests/%,$(CHANGED)) $(patsubst headrace/%,$(TYPES)/%,$(filter headrace/%,$(CHANGED))) \
   $(addprefix $(TYPES)/,$(filter $(FOLDERS:=/%),$(CHANGED)))
 
-.PHONY: demo test test-system test-versions lint types fmt docs docs-site install demo-model bench-check
+.PHONY: demo test pytest test-system test-versions lint types fmt docs docs-site install demo-model bench-check
 .PHONY: package image release-check clean distclean
 .DELETE_ON_ERROR:
 
@@ -31,7 +31,11 @@ check: install $(TYPES)
 	$(if $(strip $(TYPED)),$(BIN)/python tests/support/check_types.py $(TYPED))
 	$(BIN)/pytest $(PARALLEL) @tests/check.txt
 
-test: install demo-model lint
+# mypy is one process: tests use the other cores meanwhile.
+test: install demo-model $(TYPES)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: install
 	$(BIN)/pytest $(PARALLEL)
 
 # What takes too long for every change: whole matrices of deaths, long random runs, every model on several ranks.
