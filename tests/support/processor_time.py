@@ -3,10 +3,10 @@ memory and the two halves of its cores are shared with whatever runs beside."""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+
+from headrace.ipc.process.gc_pauses import no_collections
 
 AT_REST_S = 0.005
 """Of `_reference` on an idle machine."""
@@ -15,7 +15,7 @@ TRIES = 4
 
 def processor_s(work: Callable[[], object]) -> float:
     """Of the calling thread, without collections of what other tests left, as an idle machine would take."""
-    with _no_collection():
+    with no_collections():
         before_s = _thread_s(_reference)
         took_s = _thread_s(work)
         slower = max(before_s, _thread_s(_reference)) / AT_REST_S
@@ -41,7 +41,7 @@ def is_linear(whole: Callable[[], object], eighth: Callable[[], object], most_s:
 
 def _here_s(work: Callable[[], object]) -> float:
     """As the machine is now, which is no less than at rest. What compares with that takes longer than most work."""
-    with _no_collection():
+    with no_collections():
         return _thread_s(work)
 
 
@@ -56,14 +56,3 @@ def _thread_s(work: Callable[[], object]) -> float:
     began_s = time.thread_time()
     work()
     return time.thread_time() - began_s
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -38,15 +38,8 @@ class Cycles(Stream):
     eps: float
     """Of the norm that ends each run of a stack."""
 
-    @property
-    def table(self) -> None:
-        return None
-
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return {"low": Vector("z_L_init", self.hidden)}
-
-    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
 
     def width(self, num_layers: int) -> int:
         return 2 * self.hidden

@@ -28,13 +28,6 @@ class GatedResiduals(Stream):
     rank: int
     """Inner size of the gates' two matrices."""
 
-    @property
-    def table(self) -> None:
-        return None
-
-    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
     def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return self._gates(spec, LAST)
 

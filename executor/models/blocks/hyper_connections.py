@@ -49,13 +49,6 @@ class HyperConnections(Stream):
     weighted_end: bool = True
     """Whether the last norm reads a weighted sum of the rows, instead of their mean."""
 
-    @property
-    def table(self) -> None:
-        return None
-
-    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
     def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return self._weights("hc_head.hc_", self.num_rows, 1) if self.weighted_end else {}
 

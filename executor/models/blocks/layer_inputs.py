@@ -53,9 +53,6 @@ class LayerInputs(Beside):
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return declared_inputs(spec, self.num_layers, self.input_size) if self.input_size else {}
 
-    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
     def width(self, num_layers: int) -> int:
         return self.hidden + (self.num_layers - num_layers) * self.input_size
 

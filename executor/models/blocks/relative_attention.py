@@ -155,16 +155,6 @@ class ConvolvedResults(Stream):
     def why_no_program(self) -> str:
         return "the program convolves no results of whole blocks."
 
-    @property
-    def table(self) -> None:
-        return None
-
-    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
-    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names = ("attn_sconv", "mlp_sconv")
         return {

@@ -181,16 +181,6 @@ class BesideEmbedding(Beside):
 
     hidden: int
 
-    @property
-    def table(self) -> None:
-        return None
-
-    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
-    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
-
     def width(self, num_layers: int) -> int:
         return 2 * self.hidden
 

@@ -68,15 +68,8 @@ class Skips(Beside):
     share: float
     """Of a kept stream, when it is mixed in."""
 
-    @property
-    def table(self) -> None:
-        return None
-
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         return {"first": Copies(self.num_kept)}
-
-    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        return {}
 
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
         kept = {f"keep_{index}": KeptColumns(index * self.hidden) for index in range(self.num_kept)}
