@@ -145,7 +145,7 @@ def _suffix(values: dict[str, Any], most_step_tokens: int) -> SuffixSpeculation:
 
 
 def _check_known(method: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unknown := sorted(set(values) - set(known)):
+    if unknown := sorted(str(each) for each in set(values) - set(known)):
         raise OptionError(
             f"speculative_config has {', '.join(unknown)}, which method {method} does not read; it reads method, "
             f"{', '.join(known[:-1])} and {known[-1]}"
@@ -171,7 +171,7 @@ def _number(name: str, value: Any, most: int | None, fewest: int = 1) -> int:
 def _share(name: str, value: Any, most: float | None) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: a whole number beyond any float
         number = math.nan
     if not 0 <= number < math.inf or (most is not None and number > most):
         bound = "at least 0" if most is None else f"0 to {most:g}"

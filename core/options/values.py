@@ -304,7 +304,7 @@ def _to_float(spec: OptionSpec, value: Any) -> float:
         if isinstance(value, bool):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: a whole number beyond any float
         raise ValueError("it must be a number") from None
 
 

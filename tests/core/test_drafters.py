@@ -354,3 +354,21 @@ def test_a_past_output_is_followed_as_far_as_it_is_worth() -> None:
         texts.drafter.look_up(np.array([row]))
         lengths.append(len(texts.drafter.propose(row, 8, least)))
     assert lengths == [8, 7, 1, 0]
+
+
+# --- settings far beyond what a row holds -------------------------------------------------------------------------
+
+
+def test_lookup_lengths_beyond_a_row_cost_no_more_than_a_row() -> None:
+    text = list(range(10)) * 3
+    far = ngram(max_model_len=64, prompt_lookup_min=2, prompt_lookup_max=1 << 62)
+    row = far.enter(text)
+    assert far.draft(row) == list(range(8))
+    assert far.drafter._texts.index.longest < 64  # type: ignore[attr-defined]
+    never = ngram(max_model_len=64, prompt_lookup_min=1 << 62, prompt_lookup_max=1 << 62)
+    assert never.draft(never.enter(text)) == []
+
+
+def test_a_factor_without_end_leaves_a_draft_as_long_as_its_limits() -> None:
+    texts = suffix(max_spec_factor=1e308, min_token_prob=0.0)
+    assert texts.draft(texts.enter(list(range(10)) * 3)) == list(range(8))

@@ -159,6 +159,11 @@ METHODS = "has {}; the methods are .*ngram.*suffix.* with a draft model"
             {"method": "suffix", "suffix_decoding_max_spec_factor": "much"},
             "factor='much'; it must be a number",
         ),
+        (
+            {"method": "suffix", "suffix_decoding_max_spec_factor": 10**400},
+            "factor=1000+; it must be a number, at least 0",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 2, 3: 4}, "has 3, which method ngram does not read"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "max_tree_depth=0; it must be a whole number"),
         ({"method": "suffix", "model": "org/draft"}, "model='org/draft' with method suffix, which uses no model"),
     ],

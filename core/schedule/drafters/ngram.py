@@ -27,7 +27,9 @@ class NgramDrafter(TextDrafter):
     def bind(self, rows: RowTable) -> None:
         super().bind(rows)
         num_rows, speculation = len(rows.active), self.speculation
-        spread = np.linspace(speculation.prompt_lookup_min, speculation.prompt_lookup_max, MOST_LENGTHS).round()
+        longest = max(1, rows.token_ids.shape[1] - 1)  # of a row's tokens, with another run before
+        fewest, most = (min(each, longest) for each in (speculation.prompt_lookup_min, speculation.prompt_lookup_max))
+        spread = np.linspace(fewest, most, MOST_LENGTHS).round()
         lengths = sorted({int(each) for each in spread})
         self.search(rows, lengths, speculation.num_speculative_tokens, counts=False, num_kinds=2 * len(lengths))
         self._distance = np.zeros(num_rows, np.int64)  # how many tokens back the last draft was found

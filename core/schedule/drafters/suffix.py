@@ -95,7 +95,8 @@ class SuffixDrafter(TextDrafter):
         most = min(self.speculation.max_tree_depth, len(text), len(before))
         differ = np.flatnonzero(text[len(text) - most :][::-1] != before[len(before) - most :][::-1])
         matched = max(length, int(differ[0]) if len(differ) else most)
-        return int(matched * self.speculation.max_spec_factor + 1e-6)
+        size = matched * self.speculation.max_spec_factor + 1e-6  # infinite with a very large factor
+        return int(min(size, self.speculation.num_speculative_tokens))
 
     def _trusted(
         self, index: TokenIndex, text: np.ndarray, draft: np.ndarray, length: int, owner: int
