@@ -172,6 +172,7 @@ def test_numbers_of_numpy_are_plain() -> None:
         ({"beam_width": 0}, "beam_width = 0: must be an integer of at least 1"),
         ({"max_tokens": None}, "max_tokens = None: must be an integer"),
         ({"length_penalty": float("nan")}, "length_penalty = nan: must be a finite number"),
+        ({"length_penalty": 10**400}, "must be a finite number"),
         ({"temperature": -1.0}, "temperature = -1.0: must be at least 0"),
         ({"ignore_eos": 1}, "ignore_eos = 1: must be True or False"),
         ({"beam_width": 11}, "beam_width = 11: needs twice as many log-probabilities per token"),

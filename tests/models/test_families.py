@@ -146,6 +146,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number, got nothing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive, got -1"),
         ({"rope_scaling": "linear"}, "must be a mapping, got 'linear'"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps is 10+.*; at most 3.403e.38 can be computed with"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 4,096 can be computed with"),
         ({"num_attention_heads": 10**7}, "num_attention_heads is 10000000; at most 65,536"),
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776; at most 2,147,483,647"),

@@ -80,7 +80,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     """A number that float32 can hold; null counts as missing. Raises ModelError."""
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise ModelError(f"the config's {_spelt(config, key)} must be a number, got {_shown(config, key)}")
     if abs(value) > LARGEST_FLOAT or 0 < abs(value) < SMALLEST_FLOAT:
         allowed = f"at most {LARGEST_FLOAT:.4g}" if abs(value) > 1 else f"0, or at least {SMALLEST_FLOAT:g},"
