@@ -207,6 +207,90 @@ def test_a_drafter_of_a_feature_that_raises_drafts_nothing(method: str) -> None:
     assert called
 
 
+class AnsweringAgain(Repeated):
+    def __init__(self, hook: str, answer: Any) -> None:
+        self._hook, self._answer = hook, answer
+
+    def attachment(self, num_in_flight: int) -> Attachment | None:
+        return self._answer if self._hook == "attachment" else NOTHING_NOW
+
+    def take(self, token_ids: np.ndarray) -> Followed | None:
+        return self._answer if self._hook == "take_again" else None
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "expected"),
+    [
+        ("needed_by", np.zeros(3, bool), "True or False"),
+        ("postpones", "no", "True or False"),
+        ("waits", [True], "None, or a mask of the rows"),
+        ("waits", np.zeros(40, bool), "None, or a mask of the rows"),
+        ("cut", [np.zeros(50, np.int32)], "a prefix of each draft"),
+        ("cut", None, "a prefix of each draft"),
+        ("seal", None, "the plan"),
+        ("quiet_steps", -1, "None, or a whole number of at least 0"),
+        ("quiet_steps", "many", "None, or a whole number of at least 0"),
+        ("repeated", 3, "None or a Repeated"),
+        ("attachment", "x", "None or an Attachment"),
+        ("take_again", np.zeros(1), "None, or a Followed"),
+        ("follow", 5, "None, or a Followed"),
+        ("follow", Followed(np.zeros(40, bool), {}), "None, or a Followed"),
+        ("follow", Followed(np.zeros(1, bool), {40: "why"}), "None, or a Followed"),
+    ],
+)
+def test_an_answer_of_another_form_fails_the_requests_of_the_call_and_not_the_engine(
+    hook: str, answer: Any, expected: str
+) -> None:
+    ahead = hook in ("waits", "take_again", "quiet_steps", "attachment", "repeated")
+    core = SteppedCore(executor_class=ReadsMarksAhead if ahead else ReadsMarks, async_scheduling=ahead)
+    if hook == "cut":
+        core.loop.scheduler.add_feature(Guessing())
+    is_again = hook in ("attachment", "take_again")
+    said = AnsweringAgain(hook, answer) if is_again else answer
+    name = "repeated" if is_again else hook
+    feature: StepFeature = type("Answering", (StepFeature,), {name: lambda *_: said})()
+    core.loop.scheduler.add_feature(contain(feature, "lab"))
+    client = core.open()
+    for slot in range(3):
+        client.add(slot, [5, 6 + slot], max_tokens=25, ignore_eos=True)
+    core.run_until_idle()
+    ends = client.finishes()
+    told = [end.failure.message for end in ends if end.reason is FinishReason.FAILED and end.failure is not None]
+    assert len(ends) == 3
+    assert all(f"lab failed in {name}: TypeError(" in each and f"expected: {expected}" in each for each in told)
+    assert told or (hook, ahead) == ("take_again", True)
+    core.loop.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("wants", None), ("wants", [True]), ("propose", [9]), ("propose", None)]
+)
+def test_a_drafter_of_a_feature_with_answers_of_another_form_drafts_nothing(method: str, answer: Any) -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    feature = Guessing()
+    feature.drafter = type("Answering", (AlwaysTwo,), {method: lambda *_: answer})()
+    core = SteppedCore(executor_class=Noting, async_scheduling=False)
+    core.loop.scheduler.add_feature(contain(feature, "lab"))
+    assert answers(core) == plain
+
+
+class AttachesText(StepFeature):
+    attaches = ("Marks",)  # type: ignore[assignment]
+
+
+class DraftsByFunction(StepFeature):
+    drafter = len  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("name", "words"), [("AttachesText", "has attaches="), ("DraftsByFunction", "has drafter=")])
+def test_a_wrong_declaration_of_a_feature_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    install(tmp_path, f"lab = {__name__}:{name}", monkeypatch)
+    with pytest.raises(OptionError, match=f"the step feature lab, {__name__}:{name}, {words}.*; it must be"):
+        features_of(make_plan()[0])
+
+
 class OfLongPrompts(StepFeature):
     def __init__(self) -> None:
         self.sealed: list[list[int]] = []

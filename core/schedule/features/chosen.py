@@ -6,14 +6,20 @@ echo = "echo.feature:Echo"                          # a class derived from StepF
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+from typing import Any
+
 from headrace.core.options.plan import Plan
+from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.features.adapter_limit import AdapterLimit
 from headrace.core.schedule.features.contained import contain
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
 from headrace.core.schedule.features.state_snapshots import KeepingStates, keeps_states
+from headrace.ipc.failure import OptionError
 from headrace.ipc.plugins import made, step_feature_entries
+from headrace.ipc.step import KINDS, attachment
 
 
 def features_of(plan: Plan) -> list[StepFeature]:
@@ -24,7 +30,21 @@ def features_of(plan: Plan) -> list[StepFeature]:
         features.append(KeepingStates())
     if plan.adapters is not None:
         features.append(AdapterLimit(plan.adapters.max_loras))
-    return features + [contain(made(each, "step feature", StepFeature), each.name) for each in step_feature_entries()]
+    return features + [_installed(each) for each in step_feature_entries()]
+
+
+def _installed(entry: EntryPoint) -> StepFeature:
+    feature = made(entry, "step feature", StepFeature)
+    what = f"the step feature {entry.name}, {entry.value}, has"
+    kinds: Any = feature.attaches
+    if not (isinstance(kinds, tuple) and all(each in KINDS.values() for each in kinds)):
+        raise OptionError(
+            f"{what} attaches={kinds!r:.100}; it must be a tuple of classes that {attachment.__module__}.attachment "
+            "has registered"
+        )
+    if not (feature.drafter is None or isinstance(feature.drafter, Drafter)):
+        raise OptionError(f"{what} drafter={feature.drafter!r:.100}; it must be None or a {Drafter.__module__}.Drafter")
+    return contain(feature, entry.name)
 
 
 def attached_kinds(plan: Plan) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Features of other packages: a hook that raises does nothing, and the requests that it was called for fail.
+"""Features of other packages: a hook that raises does nothing, and the requests that it was called for fail. So does
+one whose answer is not what the hook has to return: the stages that read it trust it.
 
 Their answers may depend on what the hook would have done, so none goes on without it; later requests have the feature
 as before. Answers do not depend on drafts, so a drafter that raises drafts nothing. The log has each hook's first
@@ -8,7 +9,7 @@ traceback.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,76 @@ CONCERNED: dict[str, Callable[..., Iterable[int | Request]]] = {
     "leave": lambda row: (),  # it ends or waits again, whatever the feature does
 }
 """The hooks of a step, and the rows or requests that a call of each concerns."""
-_OF_DRAFTERS = ("wants", "look_up", "propose", "judged")
-"""What is called of a feature's drafter."""
+
+
+def _is_truth(found: Any, *_: Any) -> bool:
+    return found is None or isinstance(found, int | np.bool_)
+
+
+def _is_mask(found: Any, size: int) -> bool:
+    return isinstance(found, np.ndarray) and found.dtype == bool and found.shape == (size,)
+
+
+def _is_draft(found: Any, most: int) -> bool:
+    return isinstance(found, np.ndarray) and found.dtype.kind in "iu" and found.ndim == 1 and len(found) <= most
+
+
+def _is_followed(found: Any, token_ids: np.ndarray) -> bool:
+    if found is None:
+        return True
+    return (
+        isinstance(found, Followed)
+        and _is_mask(found.completes, len(token_ids))
+        and isinstance(found.problems, dict)
+        and all(isinstance(at, int | np.integer) and 0 <= at < len(token_ids) for at in found.problems)
+        and all(isinstance(why, str) for why in found.problems.values())
+    )
+
+
+def _are_cut(found: Any, rows: Sequence[int], drafts: Sequence[np.ndarray]) -> bool:
+    return (
+        isinstance(found, Sequence)
+        and len(found) == len(drafts)
+        and all(_is_draft(each, len(draft)) for each, draft in zip(found, drafts, strict=True))
+    )
+
+
+Answer = tuple[str, Callable[..., bool]]
+"""What an answer has to be, in words, and whether one, with the arguments of its call, is that."""
+_FOLLOWED = "None, or a Followed with a mask of the tokens and the reasons by their indexes"
+_ANSWERS: dict[str, Answer] = {
+    "needed_by": ("True or False", _is_truth),
+    "bars": ("True or False", _is_truth),
+    "postpones": ("True or False", _is_truth),
+    "waits": ("None, or a mask of the rows", lambda found, rows: found is None or _is_mask(found, len(rows))),
+    "cut": ("a prefix of each draft", _are_cut),
+    "seal": ("the plan", lambda found, plan: isinstance(found, StepPlan)),
+    "quiet_steps": (
+        "None, or a whole number of at least 0",
+        lambda found, plan: found is None or (isinstance(found, int | np.integer) and int(found) >= 0),
+    ),
+    "repeated": ("None or a Repeated", lambda found, plan: found is None or isinstance(found, Repeated)),
+    "follow": (_FOLLOWED, lambda found, row_of, token_ids, ends: _is_followed(found, token_ids)),
+}
+"""Of the hooks whose answers are read."""
+_OF_DRAFTERS: dict[str, Answer | None] = {
+    "wants": ("a mask of the rows", lambda found, rows: _is_mask(found, len(rows))),
+    "look_up": None,
+    "propose": ("an array of at most so many tokens", lambda found, row, limit, *_: _is_draft(found, limit)),
+    "judged": None,
+}
+"""What is called of a feature's drafter, and the answers."""
+
+
+def _checked(found: Any, given: Sequence[Any], answer: Answer | None) -> Any:
+    """The answer of a call. Raises TypeError if it is no such answer."""
+    if answer is not None and not answer[1](found, *given):
+        raise TypeError(f"it returned {found!r:.100}; expected: {answer[0]}")
+    return found
 
 
 def contain(feature: StepFeature, name: str) -> StepFeature:
-    """The feature, which is called `name`, with hooks that do not raise."""
+    """The feature, which is called `name`, with hooks that do not raise and whose answers have the declared form."""
     told: set[str] = set()
 
     def fail(hook: str, error: BaseException, concerned: Iterable[int | Request]) -> None:
@@ -55,12 +120,14 @@ def contain(feature: StepFeature, name: str) -> StepFeature:
             if request is not None:
                 feature.context.fail(request, why)
 
-    def guard(owner: object, base: type, hook: str, concerned: Callable[..., Iterable[int | Request]]) -> None:
+    def guard(
+        owner: object, base: type, hook: str, concerned: Callable[..., Iterable[int | Request]], answer: Answer | None
+    ) -> None:
         own, does_nothing = getattr(owner, hook), getattr(base, hook)
 
         def guarded(*given: Any) -> Any:
             try:
-                found = own(*given)
+                found = _checked(own(*given), given, answer)
             except BaseException as error:
                 fail(hook, error, concerned(*given))
                 return does_nothing(owner, *given)
@@ -70,9 +137,9 @@ def contain(feature: StepFeature, name: str) -> StepFeature:
             setattr(owner, hook, guarded)
 
     for hook, concerned in CONCERNED.items():
-        guard(feature, StepFeature, hook, concerned)
-    for hook in _OF_DRAFTERS if feature.drafter is not None else ():
-        guard(feature.drafter, Drafter, hook, lambda *_: ())
+        guard(feature, StepFeature, hook, concerned, _ANSWERS.get(hook))
+    for hook, answer in _OF_DRAFTERS.items() if feature.drafter is not None else ():
+        guard(feature.drafter, Drafter, hook, lambda *_: (), answer)
     return feature
 
 
@@ -82,14 +149,18 @@ class _ContainedRepeated(Repeated):
 
     def attachment(self, num_in_flight: int) -> Attachment | None:
         try:
-            return self._own.attachment(num_in_flight)
+            found = self._own.attachment(num_in_flight)
+            _checked(found, (), ("None or an Attachment", lambda given: given is None or isinstance(given, Attachment)))
+            return found
         except BaseException as error:
             self._fail("repeated", error, self._plan.rows)
             return None
 
     def take(self, token_ids: np.ndarray) -> Followed | None:
         try:
-            return self._own.take(token_ids)
+            found = self._own.take(token_ids)
+            _checked(found, (token_ids,), (_FOLLOWED, _is_followed))
+            return found
         except BaseException as error:
             self._fail("repeated", error, self._plan.rows)
             return None
