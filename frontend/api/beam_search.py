@@ -10,8 +10,8 @@ when no beam is left.
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
-import sys
 from collections.abc import Iterator, Sequence
 
 from headrace.frontend.adapters.lora_request import LoRARequest
@@ -52,7 +52,7 @@ class BeamSearchParams(ParamsStruct, omit_defaults=True, forbid_unknown_fields=T
             setattr(self, name, count)
         for name in ("temperature", "length_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _is_finite(value):
                 raise _bad(name, value, "must be a finite number")
             setattr(self, name, float(value))
         if self.temperature < 0:
@@ -253,6 +253,13 @@ def as_request_output(
         finished=True,
         lora_request=prompt.lora_request,
     )
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _bad(name: str, value: object, why: str) -> InvalidRequestError:
