@@ -67,7 +67,11 @@ Models of true dimensions with random weights, engines one after another in one 
 Texts of mixed lengths and 100 documents of 200 tokens, in tokens per second; and one text of 16 tokens, in
 milliseconds, of a request to Headrace's server or of a call.
 
-{_pooling()}
+{_pooling("pooling_peers")}
+
+The same texts beside other peers. {_about("pooling_other_peers")}
+
+{_pooling("pooling_other_peers")}
 
 ## What a server adds
 
@@ -113,8 +117,8 @@ def _of_http() -> Plot:
     return Plot("http", "Tokens per second of a model that costs almost nothing", "tokens/s", {"64 streams": rates})
 
 
-def _pooling() -> str:
-    results: dict[str, dict[str, Any]] = _read("pooling_peers")["results"]
+def _pooling(report: str) -> str:
+    results: dict[str, dict[str, Any]] = _read(report)["results"]
     columns: dict[str, dict[str, str]] = {}
     for model, engines in results.items():
         for engine, cases in engines.items():
