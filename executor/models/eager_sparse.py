@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.executor.models.blocks.pooled_attention import AttendPools
-from headrace.executor.models.blocks.sparse_attention import AttendBlocks
+from headrace.executor.models.blocks.sparse_attention import AttendBlocks, AttendIndexed
 from headrace.executor.models.blocks.sparse_latent import AttendChosen
 from headrace.executor.models.eager import EagerAttend, EagerLatent, EagerNorm, EagerWeights, SharedInputs
 from headrace.executor.models.rotary import inverse_frequencies
@@ -95,27 +95,36 @@ class EagerChosen(EagerLatent):
         return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
 
 
-class EagerBlocks(EagerAttend):
+class EagerIndexed(EagerAttend):
+    """An `AttendIndexed` with its norms."""
+
+    def __init__(self, weights: EagerWeights, declared: AttendIndexed, prefix: str) -> None:
+        super().__init__(weights, declared, prefix)
+        self._index_norms = [
+            EagerNorm(weights, norm, prefix) for norm in (declared.index_query_norm, declared.index_key_norm)
+        ]
+
+    def _heads(self, qkv: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed and rotated, and values: each [num_tokens, its heads, head_dim]"""
+        query, key, value = qkv.unflatten(1, (-1, self.head_dim)).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
+        return *self._turned(*self._normed(query, key), step), value
+
+
+class EagerBlocks(EagerIndexed):
     """An `AttendBlocks` with its norms."""
 
     def __init__(self, weights: EagerWeights, declared: AttendBlocks, prefix: str) -> None:
         super().__init__(weights, declared, prefix)
         self._own = declared
-        self._index_norms = [
-            EagerNorm(weights, norm, prefix) for norm in (declared.index_query_norm, declared.index_key_norm)
-        ]
 
     def __call__(self, qkv: Tensor, *values: object) -> Tensor:
         """As `EagerAttend`, with the index's queries and keys before the step's inputs and the cache."""
         *index, step, cache = values
         assert isinstance(step, SharedInputs)
         assert isinstance(cache, LayerCache)
-        query, key, value = qkv.unflatten(1, (-1, self.head_dim)).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
-        assert self.query_norm is not None
-        assert self.key_norm is not None
-        query, key = self._turned(self.query_norm(query)[0], self.key_norm(key)[0], step)
+        query, key, value = self._heads(qkv, step)
         index_query, index_key = (
             norm(each.unflatten(1, (-1, self.head_dim)))[0]
             for norm, each in zip(self._index_norms, index, strict=True)
@@ -124,20 +133,18 @@ class EagerBlocks(EagerAttend):
         index_query, index_key = self._turned(index_query, index_key, step)
         kept = torch.cat([key, index_key], dim=1), functional.pad(value, (0, 0, 0, 1))
         self._write(*kept, cache.keys, cache.values, step.batch, cache.scales)
-        own, batch, out = self._own, step.batch, torch.empty_like(query)
+        own, batch, out = self._own, step.batch, torch.zeros_like(query)
         for seq, length in enumerate(batch.context_lens):
             tokens = slice(batch.query_starts[seq], batch.query_starts[seq + 1])
-            blocks = batch.block_tables[seq, : -(-length // batch.block_size)].long()
-            keys, read = (
-                each[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(query.dtype)
-                for each in (cache.keys, cache.values)
-            )
+            if not length:
+                continue
+            keys, read = gather_heads(query.dtype, cache.keys, cache.values, cache.scales, batch, seq)
             chosen = choose_blocks(index_query[tokens], keys[-1], own.block_size, own.num_blocks, own.local_blocks)
             out[tokens] = attend_blocks(query[tokens], keys[:-1], read[:-1], chosen, own.block_size, own.scale)
         return out.flatten(1)
 
 
-class EagerPools(EagerAttend):
+class EagerPools(EagerIndexed):
     """An `AttendPools` with its norms."""
 
     def __init__(self, weights: EagerWeights, declared: AttendPools, prefix: str) -> None:
@@ -145,9 +152,6 @@ class EagerPools(EagerAttend):
         assert declared.rope is not None, "its index rotates keys"
         self._own, self._rope = declared, declared.rope
         self._frequencies = inverse_frequencies(declared.rope).to(weights.device)
-        self._index_norms = [
-            EagerNorm(weights, norm, prefix) for norm in (declared.index_query_norm, declared.index_key_norm)
-        ]
         self._rotate_index = weights.kernel("rotary", head_dim=declared.index_dim)
 
     def __call__(self, qkv: Tensor, *values: object) -> Tensor:
@@ -158,10 +162,7 @@ class EagerPools(EagerAttend):
         assert isinstance(cache, LayerCache)
         assert self._rope_index is not None
         own, batch = self._own, step.batch
-        query, key, value = qkv.unflatten(1, (-1, self.head_dim)).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
-        query, key = self._turned(*self._normed(query, key), step)
+        query, key, value = self._heads(qkv, step)
         heads = index.unflatten(1, (-1, own.index_dim))
         queries, raw = heads[:, :-1].contiguous(), heads[:, -1:]
         queries = self._rotate_index(self._index_norms[0](queries)[0], raw[:, :0], *step.cos_sin[self._rope_index])[0]

@@ -3,38 +3,31 @@ tokens (Qwen4-Exp's "QSA")."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from headrace.executor.models.arch import ArchSpec, TokenCache
-from headrace.executor.models.blocks import Attend, Declared, Held, LayerOps, Linear, Norm, Value, Weight
+from headrace.executor.models.blocks import Attend, Declared, Held, LayerOps, Linear, Norm, Value
 from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.sparse_attention import AttendIndexed
 from headrace.ipc.failure import ModelError
 
 AT = "self_attn.indexer."
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendPools(Attend):
+class AttendPools(AttendIndexed):
     """mix(qkv, index): `Attend` to the tokens of at most `num_pools` pools of `pool_size` tokens each that end at or
     before a query, and to those after the last of these pools. A pool's index key is the mean of its tokens', which is
     then normed, and rotated as its first token. index: index_dim columns per index head, and those of one key, which is
     cached as the key of one further head."""
 
     eager_reader = "headrace.executor.models.eager_sparse:EagerPools"
-    program_reader = ""
 
     index_dim: int
     pool_size: int
     num_pools: int
-    index_query_norm: Norm
-    index_key_norm: Norm
-
-    def weights(self) -> Iterator[Weight]:
-        yield from super().weights()
-        yield from self.index_query_norm.weights()
-        yield from self.index_key_norm.weights()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,11 @@ from headrace.ipc.failure import ModelError
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendBlocks(Attend):
-    """`Attend` to at most `num_blocks` blocks of each query's context: see `kernels.reference.sparse`.
+class AttendIndexed(Attend):
+    """`Attend` to what an index chooses, whose queries and keys are normed."""
 
-    mix(qkv, index queries, index keys): head_dim columns per index head, and head_dim columns. The index key is the key
-    of one further head in the cache."""
-
-    eager_reader = "headrace.executor.models.eager_sparse:EagerBlocks"
     program_reader = ""
 
-    block_size: int
-    num_blocks: int
-    local_blocks: int
-    """Blocks, from a query's own back, that are always among those."""
     index_query_norm: Norm
     index_key_norm: Norm
 
@@ -33,6 +25,21 @@ class AttendBlocks(Attend):
         yield from super().weights()
         yield from self.index_query_norm.weights()
         yield from self.index_key_norm.weights()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendBlocks(AttendIndexed):
+    """`Attend` to at most `num_blocks` blocks of each query's context: see `kernels.reference.sparse`.
+
+    mix(qkv, index queries, index keys): head_dim columns per index head, and head_dim columns. The index key is the key
+    of one further head in the cache."""
+
+    eager_reader = "headrace.executor.models.eager_sparse:EagerBlocks"
+
+    block_size: int
+    num_blocks: int
+    local_blocks: int
+    """Blocks, from a query's own back, that are always among those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +74,8 @@ class SparseAttention(Attention):
             "index_keys": Linear(((f"{at}k_proj", dim),), hidden),
         }
 
-    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
-        index = (ops.linear(held[key], x) for key in ("index_queries", "index_keys"))
-        attended = ops.mix(held["attend"], ops.linear(held["qkv"], x), *index)
-        return [ops.product(held["output"], attended)]
+    def attended(self, ops: LayerOps, held: Held, qkv: Any, x: Any) -> Any:
+        return ops.mix(held["attend"], qkv, *(ops.linear(held[key], x) for key in ("index_queries", "index_keys")))
 
     def for_ranks(self, tp_size: int, inner_block: int) -> SparseAttention:
         if tp_size > 1:
