@@ -341,6 +341,7 @@ class Tokenizer(TransformersNames):
     def render_chats(
         self,
         conversations: Sequence[Sequence[Message]],
+        /,
         *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,

@@ -175,7 +175,7 @@ def cache_salt(request: Salted, tenant: str) -> str:
 
 
 NO_VARIABLES: Mapping[str, Any] = types.MappingProxyType({})
-_RESERVED = (
+RESERVED = (
     "messages",
     "conversation",
     "tools",
@@ -184,6 +184,7 @@ _RESERVED = (
     "continue_final_message",
     "chat_template",
 )
+"""Names of a template's variables that requests set by fields of their own."""
 
 
 class ChatPromptRequest(Protocol):
@@ -198,7 +199,7 @@ class ChatPromptRequest(Protocol):
 def template_variables(option: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Checks the option default_chat_template_kwargs. Raises OptionError."""
     for name in option or {}:
-        if name in _RESERVED:
+        if name in RESERVED:
             raise OptionError(f"default_chat_template_kwargs sets {name}, which is a field of each request")
     return option or {}
 
@@ -247,7 +248,7 @@ class ChatPrompts:
             if value is not None:
                 variables.setdefault(name, value)
         for name in variables:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise bad_field(
                     "chat_template_kwargs", f"chat_template_kwargs.{name} is a field of the request: give it there"
                 )

@@ -14,7 +14,7 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
-from headrace.frontend.http.apis.openai.prompts import cache_salt, check_text_length
+from headrace.frontend.http.apis.openai.prompts import RESERVED, cache_salt, check_text_length
 from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
     PooledAnswer,
@@ -60,13 +60,8 @@ Most = Annotated[
     Annotated[int, Meta(ge=0)] | None,
     Meta(description="Maximum number of tokens of each such text; 0: all; default: 0"),
 ]
-RESERVED = frozenset(
-    (
-        *("messages", "chat_template", "tools", "documents", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "chat_template_content_format"),
-    )
-)
-"""Variables of a template that requests do not set."""
+OF_PAIRS = frozenset((*RESERVED, "tokenize", "chat_template_content_format"))
+"""Names of a template's variables that requests do not set."""
 Document = str | dict[str, Any]
 Texts = Document | list[Document] | None
 
@@ -312,7 +307,7 @@ def _pair_template(asked: Pairs, options: ServeOptions, pooling: Pooling | None)
     template, instruction = _template(options.chat_template), asked.instruction
     if template is not None and asked.params.task == "classify":
         said = {} if instruction is None else {"instruction": instruction}
-        if reserved := sorted(RESERVED & asked.variables.keys()):
+        if reserved := sorted(OF_PAIRS & asked.variables.keys()):
             raise bad_field("chat_template_kwargs", f"chat_template_kwargs.{reserved[0]} is set by the server")
         return PairTemplate(template, {**said, **asked.variables})
     if asked.variables:
