@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm_peer
+
 HERE = Path(__file__).parent
 VENVS = {"vllm": "vllm", "peft": "hf", "llama.cpp": "llamacpp"}
 CASES = {"prefill_1024": (1, 1024, 1), "decode_8": (8, 16, 64)}
@@ -34,7 +37,7 @@ CASES = {"prefill_1024": (1, 1024, 1), "decode_8": (8, 16, 64)}
 LEAST_TOKENS, WARM_TOKENS = 16, 2
 """Of a shortened prompt or answer, and of each answer of the first round, which is not counted."""
 RANK, NUM_ADAPTERS = 16, 8
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2}  # fmt: skip
 Run = Callable[[list[list[int]], int, Sequence[int | None]], None]
 """(prompts, tokens of each answer, the number of each prompt's adapter)"""
@@ -107,11 +110,21 @@ def open_peft(folder: Path) -> Run:
 
 def open_llama_cpp(folder: Path) -> Run:
     """One sequence at a time in one batch of all: requests with different adapters are not computed together."""
+    import ctypes
+
     import llama_cpp
     import numpy as np
 
-    llm = llama_cpp.Llama(str(folder / "model.gguf"), n_ctx=4096, n_seq_max=8, logits_all=False, verbose=False)
-    context, model = llm._ctx.ctx, llm._model.model
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        str(folder / "model.gguf").encode(), llama_cpp.llama_model_default_params()
+    )
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_seq_max, params.kv_unified = 4096, 2048, NUM_ADAPTERS, True
+    params.n_threads = params.n_threads_batch = os.cpu_count() or 1
+    context = llama_cpp.llama_init_from_model(model, params)
+    assert context, "the model was not read"
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     lora = llama_cpp.llama_adapter_lora_init(model, str(folder / "adapter.gguf").encode())
     assert lora, "the adapter was not read"
 
@@ -130,12 +143,11 @@ def open_llama_cpp(folder: Path) -> Run:
     def run(asked: list[list[int]], tokens: int, adapters: Sequence[int | None]) -> None:
         if len(set(adapters)) > 1:
             raise NotImplementedError("distinct adapters are not computed in one batch")
-        llama_cpp.llama_clear_adapter_lora(context)
-        if adapters[0] is not None:
-            llama_cpp.llama_set_adapter_lora(context, lora, 1.0)
+        count = int(adapters[0] is not None)
+        given = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(lora)
+        assert llama_cpp.llama_set_adapters_lora(context, given, count, (ctypes.c_float * 1)(1.0)) == 0
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         decode(asked, 0)
-        vocabulary = llm.n_vocab()
         for step in range(tokens - 1):
             found = [llama_cpp.llama_get_logits_ith(context, -1 - row) for row in range(len(asked))][::-1]
             chosen = [int(np.ctypeslib.as_array(each, (vocabulary,)).argmax()) for each in found]
@@ -195,7 +207,8 @@ def write_all(shape: str, folder: Path) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
-    save_gguf(model, folder / "model.gguf", GGMLQuantizationType.BF16)
+    vocab = {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": VOCAB_SIZE}
+    save_gguf(model, folder / "model.gguf", GGMLQuantizationType.BF16, vocab)
     for number in range(NUM_ADAPTERS):
         write_adapter(folder / f"adapter {number}", sizes, RANK, number)
     tensors = load_file(folder / "adapter 0" / "adapter_model.safetensors")
@@ -233,10 +246,23 @@ def main() -> None:
         write_all(arguments.shape, Path(at))
         results: dict[str, Any] = {}
         for name in (each for each in arguments.only if each in pythons):
-            command = [str(pythons[name]), __file__, "--engine", name, at, "--rounds", str(arguments.rounds)]
+            command = [
+                str(pythons[name]),
+                str(Path(__file__).absolute()),
+                "--engine",
+                name,
+                at,
+                "--rounds",
+                str(arguments.rounds),
+            ]
             command += ["--share", str(arguments.share)]
-            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            results[name] = json.loads(ended.stdout.splitlines()[-1]) if not ended.returncode else "failed"
+            environment = dict(os.environ)
+            if name == "vllm":
+                environment |= vllm_peer.settings(pythons[name].parents[1])
+            # Elsewhere, as processes of vLLM's take their modules from where they start, and `kernels` is ours here.
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=at, env=environment)
+            lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]  # vLLM logs there, too
+            results[name] = json.loads(lines[-1]) if not ended.returncode else "failed"
             print(name, shown(results[name]), flush=True)
     if arguments.out:
         from report import write_report

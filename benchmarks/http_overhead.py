@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import vllm_peer
 from report import write_report
 
 ROOT = Path(__file__).parent.parent
@@ -123,14 +124,7 @@ def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitS
         "headrace": ([sys.executable, "-m", "headrace", "serve", *common], {})
     }
     if arguments.peers is not None and arguments.peer_url is None:
-        preload = next(iter(sorted(arguments.peers.glob("vllm/**/libiomp5.so"))), None)
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **({} if preload is None else {"LD_PRELOAD": str(preload)}),
-        }
+        environment = vllm_peer.settings(arguments.peers / "vllm")
         starting["vllm"] = ([str(arguments.peers / "vllm/bin/vllm"), "serve", *common], environment)
     urls, running = {}, []
     for name, (command, environment) in starting.items():

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm_peer
 from report import write_report
 
 ROOT = Path(__file__).parent.parent
@@ -57,11 +58,7 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
 def structured_commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
     """Commands for additional rows of an engine: eight streams with a JSON schema, once with each grammar library."""
     vllm = arguments.peers / "vllm"
-    at_its_best = [  # the same settings as in the scripts' run_vllm.sh
-        "env",
-        *("VLLM_CPU_KVCACHE_SPACE=2", "VLLM_NO_USAGE_STATS=1", "VLLM_CPU_OMP_THREADS_BIND=0-1"),
-        *(f"LD_PRELOAD={found}" for found in sorted(vllm.rglob("libiomp5.so"))[:1]),
-    ]
+    at_its_best = ["env", *(f"{name}={value}" for name, value in vllm_peer.settings(vllm).items())]
     begins = {
         "headrace bf16": ("headrace", [sys.executable]),
         "vllm": ("vllm", [*at_its_best, str(vllm / "bin" / "python")]),

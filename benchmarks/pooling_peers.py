@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import vllm_peer
 from pooling_child import measured
 from pooling_folders import SHAPES, make_folder, num_tokens, pairs_of, texts_of
 from report import write_report
@@ -142,9 +143,8 @@ def until_ready(path: str, server: subprocess.Popen[bytes]) -> None:
 def peer(python: Path, name: str, folder: Path, cases: list[dict[str, Any]]) -> dict[str, Any]:
     command = [str(python), str(HERE / "pooling_child.py"), name, str(folder), json.dumps(cases)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if name in OTHER_PEERS["vllm"]:  # as it is fastest on a CPU
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-        environment["LD_PRELOAD"] = str(next(python.parents[1].rglob("libiomp5.so"), ""))
+    if name in OTHER_PEERS["vllm"]:
+        environment |= vllm_peer.settings(python.parents[1])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}

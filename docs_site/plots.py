@@ -6,6 +6,7 @@ import io
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,18 @@ The same texts beside other peers. {_about("pooling_other_peers")}
 
 {_pooling("pooling_other_peers")}
 
+## Adapters
+
+The 135M shape with LoRA adapters of rank 16 on all its linear layers, bfloat16: a prompt of 1,024 tokens, and 64 tokens
+of each of 8 streams; seconds. {_about("adapters_peers")}
+
+{_adapters("adapters_peers")}
+
+Another sitting, with llama.cpp, which computes requests of distinct adapters one after another. \
+{_about("adapters_llama_cpp")}
+
+{_adapters("adapters_llama_cpp")}
+
 ## What a server adds
 
 A model that costs almost nothing (one layer, 128 wide), so that what remains is the servers' own time: 64 streams of
@@ -128,7 +141,21 @@ def _pooling(report: str) -> str:
                 elif case == "one":
                     milliseconds = 1e3 * statistics.median(found["seconds"])
                     columns.setdefault(f"{model}, one text", {})[engine] = f"{milliseconds:.2f} ms"
-    names = list(dict.fromkeys(name for engines in results.values() for name in engines))
+    return _engines(columns, list(dict.fromkeys(name for engines in results.values() for name in engines)))
+
+
+def _adapters(report: str) -> str:
+    engines: dict[str, Any] = _read(report)["results"]["engines"]
+    columns: dict[str, dict[str, str]] = {}
+    for engine, cases in engines.items():
+        for case, seconds in cases.items() if isinstance(cases, dict) else ():
+            if not isinstance(seconds, str):
+                columns.setdefault(case, {})[engine] = f"{statistics.median(seconds):.2f}"
+    return _engines(columns, list(engines))
+
+
+def _engines(columns: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> str:
+    """A table with a line for each engine that has a figure in some column."""
     lines = [f"| engine | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in names:
         cells = [column.get(name, "-") for column in columns.values()]
