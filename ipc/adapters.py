@@ -65,6 +65,9 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """See LoadAdapter."""
     default_scale: float = 0.0
     """See ScaleAdapters."""
+    task_name: str = ""
+    """See AdapterFacts; so is the next."""
+    prompt_prefix: str = ""
 
 
 class Adapters(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -86,6 +89,9 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     invocation_tokens: tuple[int, ...] = ()
     """An activated adapter (aLoRA) applies from the last occurrence of these tokens in the prompt on. Empty: it applies
     to all tokens."""
+    task_name: str = ""
+    """As a GGUF file says, for lists of adapters: it changes nothing. So does the next."""
+    prompt_prefix: str = ""
 
 
 class RowAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +127,11 @@ class AdapterStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     load_s: float = 0.0
     """Sum of the durations of all loads."""
     num_evictions: int = 0
+
+
+def most_of_request(max_loras: int) -> int:
+    """How many adapters with an effect one request may have, with this option."""
+    return min(max_loras, MOST_USED)
 
 
 def activation_start(prompt_token_ids: Any, invocation_tokens: Sequence[int]) -> int | None:

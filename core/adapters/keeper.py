@@ -31,6 +31,7 @@ from headrace.ipc.adapters import (
     KeyAdapter,
     RowAdapter,
     activation_start,
+    most_of_request,
 )
 from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, ScaleAdapters, UnloadAdapter
 from headrace.ipc.failure import Failure, InvalidRequestError, UnknownAdapterError
@@ -116,12 +117,14 @@ class AdapterKeeper:
                 return self._unknown(use.name)
         if len({self._registry.find(use.name, use.path) or (use.name, use.path) for use in uses}) != len(uses):
             return _refusal(f"an adapter is given twice among {', '.join(use.name for use in uses)}")
-        if sum(use.scale != 0 for use in uses) > self._limits.max_loras:
-            return _refusal(
-                f"{len(uses)} adapters are given, and this engine computes at most {self._limits.max_loras} in a step "
-                "(max_loras)"
-            )
-        return None
+        return self._why_too_many([use.scale for use in uses], "are given")
+
+    def _why_too_many(self, scales: Iterable[float], what: str) -> Failure | None:
+        """Why no request can have adapters with all these scales, or None."""
+        count, most = sum(scale != 0 for scale in scales), most_of_request(self._limits.max_loras)
+        if count <= most:
+            return None
+        return _refusal(f"{count} adapters {what}, and this engine computes at most {most} of a request (max_loras)")
 
     def closed_gates(self, request: Request, message: AddRequest) -> Collection[Gate]:
         uses = [use for use in message.adapters if use.scale != 0]
@@ -233,6 +236,9 @@ class AdapterKeeper:
         unknown = next((name for name in command.scales if self._registry.find(name) is None), None)
         if unknown is not None:
             answer(None, self._unknown(unknown))
+            return
+        if (refusal := self._why_too_many(command.scales.values(), "would apply to every request")) is not None:
+            answer(None, refusal)
             return
         for each in self._registry:
             each.default_scale = command.scales.get(each.name, 0.0)

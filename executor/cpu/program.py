@@ -25,7 +25,7 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale, table_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
-from headrace.ipc.adapters import MOST_USED
+from headrace.ipc.adapters import most_of_request
 from headrace.kernels.cpu.facade import (
     Buffer,
     Builder,
@@ -75,7 +75,7 @@ class StepLimits:
         if self.adapters is None:
             return 0
         width = MOST_MATRICES * rounded_up(self.adapters.max_rank, 16)
-        most_used = min(self.adapters.max_loras, MOST_USED)
+        most_used = most_of_request(self.adapters.max_loras)
         return most_used * 4 * max(self.max_tokens * width, self.max_logits * rounded_up(head_columns, 16))
 
     @property

@@ -42,7 +42,7 @@ from headrace.executor.models.sizes import layer_elements, table_names, weight_e
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
-from headrace.ipc.adapters import MOST_USED, AdapterFacts
+from headrace.ipc.adapters import AdapterFacts, most_of_request
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
@@ -380,6 +380,6 @@ def runner_limits(plan: Plan, max_model_len: int, cache: kv_cache.KVCache) -> Ru
         eos_token_ids=plan.model.eos_token_ids,
         block_factors=cache.factors,
         capture_sizes=sizes_of(plan),
-        most_adapters=min(plan.adapters.max_loras, MOST_USED) if plan.adapters is not None else 0,
+        most_adapters=most_of_request(plan.adapters.max_loras) if plan.adapters is not None else 0,
         state_pages=plan.model.cache_groups[-1].pages,
     )

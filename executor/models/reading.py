@@ -34,7 +34,7 @@ from headrace.executor.models.blocks import (
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
-from headrace.ipc.adapters import MOST_USED
+from headrace.ipc.adapters import most_of_request
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.low_rank import SlotLimits
@@ -279,7 +279,7 @@ class CheckedWeights:
     def slot_limits(self) -> SlotLimits:
         """Of `adapters`, for ops that are given several adapters at once."""
         assert self.adapters is not None, "the caller has looked"
-        most_used = min(self.adapters.max_loras, MOST_USED)
+        most_used = most_of_request(self.adapters.max_loras)
         return SlotLimits(getattr(torch, self.adapters.dtype), self.adapters.slots, most_used, self.adapters.max_rank)
 
     def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor, deltas: Any = None) -> None:

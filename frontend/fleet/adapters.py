@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.adapters.lora_request import LoRARequest, lora_requests_for
-from headrace.ipc.adapters import AdapterInfo, AdapterUse, KeyAdapter, activation_start
+from headrace.ipc.adapters import AdapterInfo, AdapterUse, KeyAdapter, activation_start, most_of_request
 from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, ScaleAdapters, UnloadAdapter
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, MissingAdapterError, UnknownAdapterError
 
@@ -60,10 +60,11 @@ class FleetAdapters:
         ordered = dict.fromkeys([*(self._told.get(first.name, ()) if first is not None else ()), *self.known])
         return [self.known[name] for name in ordered if name in self.known]
 
-    @property
-    def default_scales(self) -> dict[str, float]:
-        """Adapters that apply to requests that name no scales, as llama.cpp's servers have them."""
-        return {name: info.default_scale for name, info in self.known.items() if info.default_scale}
+    def default_scales(self, base_names: Sequence[str]) -> dict[str, float]:
+        """Adapters of a model of these names that apply to requests that name no scales, as llama.cpp's servers have
+        them."""
+        own = {name: info.default_scale for name, info in self.known.items() if info.default_scale}
+        return {name: scale for name, scale in own.items() if self.base_of(name) in base_names}
 
     def enabled(self) -> bool:
         """Whether some engine takes adapters."""
@@ -186,11 +187,16 @@ class FleetAdapters:
         await self._call(PinAdapter(name=name), self._clients(""))
 
     async def scale(self, scales: Mapping[str, float]) -> None:
-        """Sets `default_scales`, on all engines."""
+        """Sets `default_scales`, on all engines. Raises InvalidRequestError, and sets none, for more adapters than a
+        request may have on one of them."""
+        orders: list[tuple[Engine, CoreClient, ScaleAdapters]] = []
         for engine in self._fleet.engines:
-            if engine.client is not None and engine.usable and (own := self._told.get(engine.name)):
-                command = ScaleAdapters(scales={name: scale for name, scale in scales.items() if name in own})
-                self.heard(engine, (await engine.client.control(command, None)).adapters)
+            if engine.client is not None and engine.usable and (told := self._told.get(engine.name)):
+                own = {name: scale for name, scale in scales.items() if name in told}
+                _check_count(own, engine.client.welcome.max_loras)
+                orders.append((engine, engine.client, ScaleAdapters(scales=own)))
+        for engine, client, command in orders:
+            self.heard(engine, (await client.control(command, None)).adapters)
 
     async def find(self, lora_int_id: int) -> str | None:
         """The name behind a number, if such an adapter is registered. A name may have been given several."""
@@ -230,6 +236,17 @@ class FleetAdapters:
         if not serving:
             self._fleet.check_alive()
         return [each.client for each in serving if each.client is not None]
+
+
+def _check_count(scales: Mapping[str, float], max_loras: int) -> None:
+    names, most = [name for name, scale in scales.items() if scale], most_of_request(max_loras)
+    if len(names) > most:
+        shown = ", ".join(names)
+        raise InvalidRequestError(
+            f"{len(names)} adapters ({shown:.200}) would apply to every request without the field lora, and at most "
+            f"{most} of a request are computed: max_loras is {max_loras} (the engine's option); give the others a "
+            "scale of 0"
+        )
 
 
 async def _copy(client: CoreClient, engine: str, infos: Sequence[AdapterInfo]) -> None:

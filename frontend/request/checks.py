@@ -19,6 +19,7 @@ from headrace.frontend.request.parameters.thinking import thinking_of
 from headrace.frontend.request.parameters.token_rules import bad_words_of, breakers_of, check_model_limits
 from headrace.frontend.request.pooling_prompts import NOT_POOLING
 from headrace.frontend.request.prompts import ModelFacts, Prompt, truncate
+from headrace.ipc.adapters import most_of_request
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Welcome
@@ -121,9 +122,12 @@ def _check_adapters(prompt: Prompt, welcome: Welcome) -> None:
     if not welcome.max_loras:
         named = ", ".join(use.name for use in prompt.adapters)
         raise InvalidRequestError(f"the request asks for the adapter {named!r:.200}, and {NOT_ENABLED}")
-    if (count := sum(use.scale != 0 for use in prompt.adapters)) > welcome.max_loras:
+    names, most = [use.name for use in prompt.adapters if use.scale], most_of_request(welcome.max_loras)
+    if len(names) > most:
+        shown = ", ".join(names)
         raise InvalidRequestError(
-            f"the request asks for {count} adapters, and max_loras is {welcome.max_loras} (the engine's option)"
+            f"the request has {len(names)} adapters ({shown:.200}), and at most {most} are computed: max_loras is "
+            f"{welcome.max_loras} (the engine's option)"
         )
 
 

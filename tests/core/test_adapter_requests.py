@@ -353,6 +353,18 @@ def test_every_client_is_told_which_adapters_apply_where_none_is_named(folders: 
     assert scales(_listed(core, admin)) == {"a": 2.0, "b": 0.0}
 
 
+def test_no_more_adapters_apply_to_every_request_than_one_may_have(folders: list[str]) -> None:
+    core = Core(max_loras=2)
+    client = core.open()
+    for name, path in zip("abc", folders, strict=False):
+        load(core, client, name, path)
+    refused = order(core, client, ScaleAdapters(scales=dict.fromkeys("abc", 1.0))).failure
+    assert refused is not None
+    assert "3 adapters would apply to every request, and this engine computes at most 2" in refused.message
+    assert not any(each.default_scale for each in _listed(core, client))
+    assert order(core, client, ScaleAdapters(scales={"a": 1.0, "b": 0.0, "c": -1.0})).failure is None
+
+
 def test_a_sleeping_engine_loads_no_adapter_and_lists_them(folders: list[str]) -> None:
     core = Core()
     client = core.open()

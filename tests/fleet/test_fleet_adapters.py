@@ -12,7 +12,7 @@ import pytest
 from fleet_parts import Session
 from null_adapters import write
 
-from headrace import HeadraceError, LoRARequest, OptionError, SamplingParams
+from headrace import HeadraceError, InvalidRequestError, LoRARequest, OptionError, SamplingParams
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
 from headrace.executor.testing.null import NullExecutor
@@ -20,7 +20,8 @@ from headrace.frontend.fleet.adapters import is_missing
 from headrace.frontend.fleet.decisions import Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.server.adapters import AdapterFinder
+from headrace.frontend.http.server.adapters import AdapterFinder, adapters_of
+from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.request.checks import check
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.adapters import AdapterFacts
@@ -147,7 +148,7 @@ def test_an_engine_that_joins_gets_what_the_others_have(threads, tmp_path: Path)
             await pool.adapters.load(LoadAdapter(name="sql", path=write(tmp_path / "sql", "sql"), pinned=True))
             await pool.adapters.load(LoadAdapter(name="chat", path=write(tmp_path / "chat", "chat")))
             await pool.adapters.scale({"chat": 0.5})
-            assert pool.adapters.default_scales == {"chat": 0.5}
+            assert pool.adapters.default_scales(["null"]) == {"chat": 0.5}
             engine = pool.add(Watched(threads[1]))
             await until(lambda: engine.client is not None and len(engine.client.welcome.adapters) == 2)
             first, second = await registered(pool)
@@ -157,6 +158,47 @@ def test_an_engine_that_joins_gets_what_the_others_have(threads, tmp_path: Path)
             assert [info.default_scale for info in engine.client.welcome.adapters] == [0.0, 0.5]
 
     asyncio.run(main())
+
+
+def test_adapters_that_apply_where_none_is_named_apply_to_their_own_model(tmp_path: Path) -> None:
+    both = [null_engine(enable_lora=True, max_loras=2, served_model_name=name) for name in ("one", "two")]
+
+    async def main() -> None:
+        async with pool_of(*map(Session, both)) as pool:
+            for name, base in (("sql", "one"), ("chat", "two")):
+                path = write(tmp_path / name, name)
+                await pool.adapters.load(LoadAdapter(name=name, path=path, base_model_name=base))
+            await until(lambda: len(pool.adapters.known) == 2)
+            await pool.adapters.scale({"sql": 0.5, "chat": 2.0})
+            for model, scale in (("one", {"sql": 0.5}), ("two", {"chat": 2.0})):
+                given = adapters_of(engine_for(pool, model), model)
+                assert {use.name: use.scale for use in given} == scale
+
+    try:
+        asyncio.run(main())
+    finally:
+        for each in both:
+            each.stop()
+
+
+def test_engines_all_take_the_adapters_of_every_request_or_none_does(tmp_path: Path) -> None:
+    both = [null_engine(enable_lora=True, max_loras=most) for most in (3, 1)]
+
+    async def main() -> None:
+        async with pool_of(*map(Session, both)) as pool:
+            for name in ("sql", "chat"):
+                await pool.adapters.load(LoadAdapter(name=name, path=write(tmp_path / name, name)))
+            with pytest.raises(InvalidRequestError, match=r"2 adapters \(sql, chat\) would apply .* max_loras is 1"):
+                await pool.adapters.scale({"sql": 0.5, "chat": 2.0})
+            assert pool.adapters.default_scales(["null"]) == {}
+            await pool.adapters.scale({"sql": 0.5, "chat": 0.0})
+            assert pool.adapters.default_scales(["null"]) == {"sql": 0.5}
+
+    try:
+        asyncio.run(main())
+    finally:
+        for each in both:
+            each.stop()
 
 
 class Noting(NullExecutor):

@@ -48,7 +48,7 @@ def adapters_of(
     name = adapter_named(adapters, engine.names, model)
     scales: dict[str, float] = {} if name is None else {name: 1.0}
     if scaled is None:
-        scales = {**adapters.default_scales, **scales}
+        scales = {**adapters.default_scales(engine.names), **scales}
     else:
         scales |= scales_of(adapters, scaled)
     return tuple(adapters.use(name, scale) for name, scale in scales.items() if scale and name in adapters)
