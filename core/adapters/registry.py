@@ -48,6 +48,8 @@ class Adapter:
             invocation_tokens=facts.invocation_tokens,
             is_3d=self.is_3d,
             default_scale=self.default_scale,
+            task_name=facts.task_name,
+            prompt_prefix=facts.prompt_prefix,
         )
 
     def __str__(self) -> str:

@@ -4,12 +4,14 @@ and whole, since they may change once they have been read."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headrace.ipc.failure import ModelError
@@ -51,9 +53,13 @@ class AdapterModule:
                 yield a, b
 
     @property
-    def nbytes(self) -> int:
+    def tensors(self) -> Iterator[Tensor]:
         own = (getattr(self, name) for name in self.__dataclass_fields__ if name != "name")
-        return sum(each.nbytes for each in own if each is not None)
+        return (each for each in own if each is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors)
 
 
 class Scaling(Protocol):
@@ -87,6 +93,9 @@ class Adapter:
     """The largest of its modules."""
     turned: bool = False
     """Whether its factors for gated delta networks are for heads in the order of GGUF files."""
+    task_name: str = ""
+    """As its file says, for lists of adapters; so is the next."""
+    prompt_prefix: str = ""
 
     @property
     def identity(self) -> str:
@@ -133,7 +142,7 @@ def identity_of(config: bytes, tensors: Iterable[tuple[str, bytes | bytearray | 
 
 
 def check_factors(module: AdapterModule, path: str) -> None:
-    """Raises ModelError unless its factors come in pairs of one rank."""
+    """Raises ModelError unless its factors come in pairs of one rank, and its values are finite."""
     about = f"the adapter {path}: {printable(module.name)}"
     for one, other in (("a", "b"), ("embedding_a", "embedding_b")):
         if (getattr(module, one) is None) != (getattr(module, other) is None):
@@ -141,3 +150,15 @@ def check_factors(module: AdapterModule, path: str) -> None:
     for a, b in module.pairs:
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
             raise ModelError(f"{about} has factors of {list(a.shape)} and {list(b.shape)}, which do not go together")
+    if not all(map(_is_finite, module.tensors)):
+        raise ModelError(
+            f"{about} has values that are no finite numbers: its training has failed, or the file is damaged"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass, without a tensor of flags: the least and the greatest are not a number if any value is not."""
+    if not values.numel():
+        return True
+    read = values if values.itemsize > 1 else values.float()
+    return all(map(math.isfinite, torch.stack(torch.aminmax(read)).tolist()))

@@ -30,7 +30,7 @@ from headrace.executor.adapters.adapter import (
 from headrace.executor.adapters.peft_config import MOST, MOST_INVOCATION_TOKENS
 from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES, architecture_of
 from headrace.executor.checkpoints.sources.gguf.file import GGUFWeights
-from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord, shown
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import families
@@ -39,8 +39,11 @@ from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
 ALPHA, TOKENS = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
-IDLE = frozenset(("adapter.type", "adapter.lora.task_name", "adapter.lora.prompt_prefix", ALPHA, TOKENS))
-"""Keys about the adapter that are read, or that do not matter."""
+TASK_NAME, PROMPT_PREFIX = "adapter.lora.task_name", "adapter.lora.prompt_prefix"
+KNOWN = frozenset(("adapter.type", ALPHA, TOKENS, TASK_NAME, PROMPT_PREFIX))
+"""Keys about the adapter."""
+MOST_TEXT = 4096
+"""Characters of a text that lists of adapters show."""
 PAIR = re.compile(r"(.+)\.lora_([ab])")
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -103,7 +106,7 @@ def read_gguf(file: Path, spec: ArchSpec, max_rank: int, most_elements: int) -> 
         (f"{name} {record.type_name} {record.shape}", np.ascontiguousarray(record.data).data)
         for name, record in sorted(header.tensors.items())
     )
-    hashed = identity_of(f"{config} {header.metadata['general.architecture']}".encode(), described)
+    hashed = identity_of(f"{config} {header.metadata.get('general.architecture')}".encode(), described)
     modules = _modules(header, spec)
     for each in modules.values():
         check_factors(each, str(file))
@@ -113,7 +116,8 @@ def read_gguf(file: Path, spec: ArchSpec, max_rank: int, most_elements: int) -> 
             f"the adapter {file} has factors of rank {rank}, which is greater than max_lora_rank, {max_rank}"
         )
     is_turned = header.metadata["general.architecture"] in TURNED
-    return Adapter(file, config, modules, hashed, rank, is_turned)
+    task_name, prompt_prefix = (_text(header, key) for key in (TASK_NAME, PROMPT_PREFIX))
+    return Adapter(file, config, modules, hashed, rank, is_turned, task_name, prompt_prefix)
 
 
 def _scaling(header: GGUFHeader) -> GGUFScaling:
@@ -122,7 +126,7 @@ def _scaling(header: GGUFHeader) -> GGUFScaling:
         raise ModelError(f"{path} is no adapter: its general.type is {kind!r:.80}, and adapter is expected")
     if (kind := metadata.get("adapter.type")) != "lora":
         raise ModelError(f"the adapter {path} has the adapter.type {kind!r:.80}, and lora is supported")
-    unknown = sorted(key for key in metadata if key.startswith("adapter.") and key not in IDLE)
+    unknown = sorted(key for key in metadata if key.startswith("adapter.") and key not in KNOWN)
     if unknown:
         raise ModelError(f"the adapter {path} has unknown keys {printable(', '.join(unknown))[:200]}")
     alpha, tokens = metadata.get(ALPHA, 0.0), metadata.get(TOKENS, np.zeros(0, np.uint32))
@@ -135,15 +139,24 @@ def _scaling(header: GGUFHeader) -> GGUFScaling:
     return GGUFScaling(float(alpha), tuple(tokens.tolist()))
 
 
+def _text(header: GGUFHeader, key: str) -> str:
+    value = header.metadata.get(key, "")
+    if not isinstance(value, str) or len(value) > MOST_TEXT:
+        raise ModelError(
+            f"the adapter {header.path}: {key} is {shown(value)}; a text of at most {MOST_TEXT} characters is expected"
+        )
+    return value
+
+
 def _modules(header: GGUFHeader, spec: ArchSpec) -> dict[str, AdapterModule]:
     """By the model's names."""
     firsts, seconds = _pairs(header)
     own = records_by_name(header, seconds, spec, architecture_of(header)) if _fits(header, spec) else {}
     if unknown := sorted(name for name, record in own.items() if name == record.name.removesuffix(".lora_b")):
-        shown = ", ".join(unknown[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if unknown[SHOWN:] else "")
+        named = ", ".join(unknown[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if unknown[SHOWN:] else "")
         raise ModelError(
             f"the adapter {header.path}: {spec.architecture} has no matrices that adapters change under the names "
-            f"{printable(shown)}"
+            f"{printable(named)}"
         )
     of_a = {name: _first(firsts[record.name.removesuffix(".lora_b")], name, spec) for name, record in own.items()}
     a, b = GGUFWeights(header.path, of_a, {}, False), GGUFWeights(header.path, own, _permuted(header, spec), False)
@@ -189,7 +202,9 @@ def _first(record: TensorRecord, name: str, spec: ArchSpec) -> TensorRecord:
 
 def _fits(header: GGUFHeader, spec: ArchSpec) -> bool:
     """Raises ModelError for an adapter of another architecture than the model's."""
-    name = str(header.metadata.get("general.architecture"))
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ModelError(f"the adapter {header.path} has no general.architecture, which says for what models it is")
     if name == "falcon-h1":
         raise ModelError(
             f"the adapter {header.path}: models of falcon-h1 have multipliers that a GGUF file's matrices contain, so "

@@ -258,6 +258,10 @@ class _Mapped:
             self._check_vocabulary(module.name, module.weight, shape)
             if not self._is_copy(module.weight, f"{module.name}.weight"):
                 rows = module.weight.float()
+        if module.magnitude is not None:  # of each dimension, whose norm is over the vocabulary
+            turned = self.base.get(f"{module.name}.weight").float() + a @ b
+            rows = turned * (module.magnitude.float().reshape(-1) / torch.linalg.norm(turned, dim=0))
+            a, b = a[:, :0], b[:0]
         return EmbeddingDelta(a, b, rows)
 
     def _head(self, module: AdapterModule) -> LowRank:
@@ -313,6 +317,7 @@ class _Mapped:
             raise self._error(f"{name} has factors of an embedding, or beside a matrix in the place of the model's own")
         if not layer.bias and module.bias is not None:
             raise self._error(f"{name} has a bias, and the model's has none")
+        self._check_bias(module, shape[0])
         if module.weight is not None:
             self._check_shape(name, tuple(module.weight.shape), shape)
             if layer.bias and module.bias is None:
@@ -348,6 +353,7 @@ class _Mapped:
     def _head_bias(self, module: AdapterModule, own: slice) -> Tensor | None:
         if module.bias is None:
             return None
+        self._check_bias(module, self.layers.spec.vocab_size)
         return module.bias.float()[own] - self.base.get(f"{module.name}.bias").float()[own]
 
     def _is_copy(self, weight: Tensor, name: str) -> bool:
@@ -359,6 +365,14 @@ class _Mapped:
         if found != shape:
             raise self._error(
                 f"{name} is of a matrix of {list(found)}, and the model's has {list(shape)}: it is of another model"
+            )
+
+    def _check_bias(self, module: AdapterModule, rows: int) -> None:
+        """Of one in the place of the model's."""
+        if module.bias is not None and tuple(module.bias.shape) != (rows,):
+            raise self._error(
+                f"{module.name} has a bias of {list(module.bias.shape)}, and the model's has {[rows]}: it is of "
+                "another model"
             )
 
     def _check_vocabulary(self, name: str, weight: Tensor, shape: tuple[int, int]) -> None:
@@ -469,6 +483,7 @@ class _Mapped:
             if module.bias is not None:
                 if not linear.bias:
                     raise self._error(f"{module.name} has a bias, and the model's has none")
+                self._check_bias(module, each.shape[0])
                 new = self._rows(each, module.bias.float())
                 base = self.base.get(f"{each.name}.bias").float()
                 change = new - _own(base, self.layers.grown.get(f"{each.name}.bias", {}).get(0), each.own)

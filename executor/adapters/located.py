@@ -15,6 +15,7 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def located(path: str, options: Options) -> str:
     """Raises MissingAdapterError for a repository that is not there, or cannot be fetched."""
+    path = os.path.expanduser(path)
     if os.path.lexists(path) or not REPOSITORY.fullmatch(path):
         return path
     try:

@@ -141,8 +141,12 @@ def _meaning(name: str, path: str) -> tuple[str, str]:
 def _check(module: AdapterModule, config: AdapterConfig, path: str) -> None:
     check_factors(module, path)
     about = f"the adapter {path}: {printable(module.name)}"
-    if module.b is None and (module.b_bias is not None or module.magnitude is not None):
+    rows = next((len(b) for _, b in module.pairs), 0)
+    if (not rows and module.magnitude is not None) or (module.b is None and module.b_bias is not None):
         raise ModelError(f"{about} has a magnitude or bias, and no factors")
-    if (module.magnitude is not None) != (config.dora and module.a is not None):
+    if (module.magnitude is not None) != (config.dora and rows > 0):
         has = "a" if module.magnitude is not None else "no"
         raise ModelError(f"{about} has {has} magnitude, and use_dora is {config.dora}")
+    for what, vector in (("magnitude", module.magnitude), ("bias of lora_B", module.b_bias)):
+        if vector is not None and vector.numel() != rows:
+            raise ModelError(f"{about} has a {what} of {vector.numel()} values, and its lora_B has {rows} rows")

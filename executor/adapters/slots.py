@@ -128,6 +128,8 @@ class AdapterSlots:
             rank=adapter.rank,
             num_bytes=loaded.nbytes,
             invocation_tokens=adapter.config.invocation_tokens,
+            task_name=adapter.task_name,
+            prompt_prefix=adapter.prompt_prefix,
         )
 
     def _put_into(self, slot: int, adapter: Adapter) -> _Loaded | None:

@@ -192,6 +192,8 @@ class NullExecutor(Executor):
             rank=found.r,
             num_bytes=len(content),
             invocation_tokens=found.alora_invocation_tokens,
+            task_name=found.task_name,
+            prompt_prefix=found.prompt_prefix,
         )
 
     def drop_adapter(self, slot: int) -> None:
@@ -204,6 +206,8 @@ class NullExecutor(Executor):
 class _AdapterConfig(msgspec.Struct, frozen=True):
     r: int
     alora_invocation_tokens: tuple[int, ...] = ()
+    task_name: str = ""
+    prompt_prefix: str = ""
 
 
 class _Rows:

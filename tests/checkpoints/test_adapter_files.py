@@ -40,8 +40,8 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 Tensors = dict[str, Tensor]
 
 
-def slots(limits: AdapterLimits = LIMITS) -> AdapterSlots:
-    spec = spec_from_config(CONFIG)
+def slots(limits: AdapterLimits = LIMITS, **config: Any) -> AdapterSlots:
+    spec = spec_from_config(CONFIG | config)
     source = DictSource({name: torch.ones(shape) for name, shape in weight_shapes(spec).items()})
     return AdapterSlots(limits, Decoder(spec, source, torch.float32, adapters=limits), SINGLE, lambda: source)
 
@@ -145,6 +145,25 @@ FACTORS: dict[str, tuple[Tensors, str]] = {
         {f"{QUERY}.lora_C.weight": torch.ones(4, 16)},
         "under the names model.layers.0.self_attn.q_proj.lora_C",
     ),
+    "a bias of a factor that is too short": (
+        {
+            f"{QUERY}.lora_A.weight": torch.ones(4, 16),
+            f"{QUERY}.lora_B.weight": torch.ones(16, 4),
+            f"{QUERY}.lora_B.bias": torch.ones(1),
+        },
+        "q_proj has a bias of lora_B of 1 values, and its lora_B has 16 rows",
+    ),
+    "no number": (
+        {f"{QUERY}.lora_A.weight": torch.full((4, 16), torch.nan), f"{QUERY}.lora_B.weight": torch.ones(16, 4)},
+        "q_proj has values that are no finite numbers",
+    ),
+    "an infinite number in eight bits": (
+        {
+            f"{QUERY}.lora_A.weight": torch.ones(4, 16),
+            f"{QUERY}.lora_B.weight": torch.full((16, 4), -torch.inf).to(torch.float8_e5m2),
+        },
+        "q_proj has values that are no finite numbers",
+    ),
     "integers": ({f"{QUERY}.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}, "stored as I32"),
     "a whole matrix of a layer": (
         {f"{QUERY}.weight": torch.ones(16, 16)},
@@ -171,6 +190,19 @@ def test_tensors_that_no_layer_takes_are_refused_by_name(case: str, tmp_path: Pa
     tensors, message = FACTORS[case]
     with pytest.raises(ModelError, match=_pattern(message)):
         slots().load(0, write(tmp_path / "adapter", None, tensors))
+
+
+FACTORS_OF_QUERY = {f"{QUERY}.lora_A.weight": torch.ones(4, 16), f"{QUERY}.lora_B.weight": torch.ones(16, 4)}
+
+
+def test_vectors_of_another_length_are_refused(tmp_path: Path) -> None:
+    """One value would do for all rows, and too many reach into the next matrix of a fused layer."""
+    of_magnitude = FACTORS_OF_QUERY | {f"{QUERY}.lora_magnitude_vector": torch.ones(1)}
+    with pytest.raises(ModelError, match="has a magnitude of 1 values, and its lora_B has 16 rows"):
+        slots().load(0, write(tmp_path / "a", {"use_dora": True}, of_magnitude))
+    of_bias = FACTORS_OF_QUERY | {f"{QUERY}.base_layer.bias": torch.ones(1)}
+    with pytest.raises(ModelError, match=r"has a bias of \[1\], and the model's has \[16\]: it is of another model"):
+        slots(attention_bias=True).load(0, write(tmp_path / "b", None, of_bias))
 
 
 def _cut(folder: Path) -> None:
@@ -234,6 +266,8 @@ def test_a_repositorys_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch:
     options = Options(model="mills/mill", revision="v1")
     assert located("mills/sql", options) == str(folder)
     assert asked == [("mills/sql", None, ["adapter_config.json", "adapter_model.safetensors"])]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert located("~/adapter", options) == str(folder)
     monkeypatch.chdir(tmp_path.parent)
     for path in (str(tmp_path / "no/where"), "nowhere", f"{tmp_path.name}/adapter", "../mills/sql", "a/b/c"):
         assert located(path, options) == path

@@ -314,6 +314,39 @@ def test_scales_that_are_posted_apply_to_requests_without_the_field(client: http
     assert completed(client) == base
 
 
+def test_scales_of_more_adapters_than_a_request_may_have_are_refused(client: httpx.Client, tmp_path: Path) -> None:
+    base = completed(client)
+    names = [f"more-{number}" for number in range(5)]
+    for name in names:
+        path = write(tmp_path / name, name)
+        assert client.post(LOAD, json={"lora_name": name, "lora_path": path}).status_code == 200
+    ids = {Path(each["path"]).name: each["id"] for each in client.get("/lora-adapters").json()}
+    all_five = [{"id": ids[name], "scale": 0.5} for name in names]
+    said = error_of(client.post("/lora-adapters", json=all_five), 400)["message"]
+    assert "5 adapters (more-0, more-1, " in said
+    assert "max_loras is 4" in said
+    assert completed(client) == base
+    four = [*all_five[:4], {"id": ids[names[4]], "scale": 0}]
+    assert client.post("/lora-adapters", json=four).status_code == 200
+    assert completed(client) not in (base, "")
+    said = error_of(client.post("/v1/completions", json={"prompt": "a", "model": names[4]}), 400)["message"]
+    assert "the request has 5 adapters (more-0, " in said
+    assert client.post("/lora-adapters", json=[]).status_code == 200
+    for name in names:
+        assert client.post(UNLOAD, json={"lora_name": name}).status_code == 200
+
+
+def test_lists_have_what_a_file_says_of_its_adapter(client: httpx.Client, tmp_path: Path) -> None:
+    said = {"task_name": "sql", "prompt_prefix": "query: ", "alora_invocation_tokens": [5, 6]}
+    path = write(tmp_path / "told", "told", **said)
+    assert client.post(LOAD, json={"lora_name": "told", "lora_path": path}).status_code == 200
+    listed = client.get("/lora-adapters").json()
+    (told,) = (each for each in listed if each["path"] == path)
+    assert {key: told[key] for key in said} == said
+    assert all("alora_invocation_tokens" not in each for each in listed if each is not told)
+    assert client.post(UNLOAD, json={"lora_name": "told"}).status_code == 200
+
+
 def test_an_unknown_model_is_looked_for(client: httpx.Client) -> None:
     assert completed(client, "found") != completed(client)
     assert "found" in {card["id"] for card in client.get("/v1/models").json()["data"]}

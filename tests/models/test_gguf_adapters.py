@@ -216,6 +216,8 @@ def test_what_the_metadata_says_is_computed(slots: AdapterSlots, tmp_path: Path)
     plain = slots.load(0, write(tmp_path / "a.gguf"))
     active = slots.load(1, write(tmp_path / "b.gguf", **tokens))
     unscaled = slots.load(1, write(tmp_path / "c.gguf", alpha=0.0, adapter__lora__task_name="sql"))
+    told = slots.load(1, write(tmp_path / "d.gguf", adapter__lora__task_name="sql", adapter__lora__prompt_prefix="q: "))
+    assert (told.task_name, told.prompt_prefix, told.identity) == ("sql", "q: ", plain.identity)
     assert (plain.rank, plain.invocation_tokens, active.invocation_tokens) == (2, (), (5, 6))
     assert len({plain.identity, active.identity, unscaled.identity}) == 3
     assert plain.identity == slots.load(1, write(tmp_path / "elsewhere.gguf")).identity
@@ -238,6 +240,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no scale": ({"alpha": -1.0}, "adapter.lora.alpha is -1.0; a number from 0 to"),
     "endless tokens": ({"adapter__alora__invocation_tokens": [5] * 129}, "has 129 tokens, over 128"),
     "no tokens": ({"adapter__alora__invocation_tokens": "five"}, "invocation_tokens is no list of token ids"),
+    "a long text": ({"adapter__lora__prompt_prefix": "a" * 5000}, "prompt_prefix is 'aaa.*at most 4096 characters"),
+    "no text": ({"adapter__lora__task_name": 7}, "task_name is 7; a text of at most"),
     "an unknown key": ({"adapter__lora__gamma": 1}, "unknown keys adapter.lora.gamma"),
 }
 
@@ -268,6 +272,10 @@ def test_files_that_are_no_adapters_are_named(slots: AdapterSlots, tmp_path: Pat
     (tmp_path / "other.gguf").write_bytes(b"PK" + whole[2:])
     with pytest.raises(ModelError, match=r"other\.gguf is not a GGUF file"):
         slots.load(0, str(tmp_path / "other.gguf"))
+    unnamed = whole.replace(b"general.architecture", b"general.architectura")
+    (tmp_path / "unnamed.gguf").write_bytes(unnamed)
+    with pytest.raises(ModelError, match=r"unnamed\.gguf has no general\.architecture"):
+        slots.load(0, str(tmp_path / "unnamed.gguf"))
     (tmp_path / "two").mkdir()
     for name in ("one.gguf", "two.gguf"):
         (tmp_path / "two" / name).write_bytes(whole)

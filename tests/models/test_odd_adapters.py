@@ -153,6 +153,14 @@ CASES: dict[str, Odd] = {
     "a scaled whole embedding": Odd(
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "size": 0.02}, model="gemma3"
     ),
+    "magnitudes of the embedding": Odd({"use_dora": True, "target_modules": ["embed_tokens", "v_proj"], "size": 0.1}),
+    "magnitudes of a scaled embedding": Odd(
+        {"use_dora": True, "use_rslora": True, "target_modules": ["embed_tokens", "q_proj"], "size": 0.05},
+        model="gemma3",
+    ),
+    "magnitudes and rsLoRA": Odd({"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "size": 0.1}),
+    "mica": Odd({"init_lora_weights": "mica"}),
+    "eva": Odd({"init_lora_weights": "eva", "eva_config": None}),
     "scaled logits": Odd({"target_modules": ["lm_head", "q_proj"]}, model="cohere"),
     "transposed matrices": Odd({"fan_in_fan_out": True, "target_modules": ["c_attn", "c_fc"]}, model="gpt2"),
     "a scale for one tensor of experts": Odd(

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from headrace.frontend.fleet.adapters import is_missing, is_unknown
 from headrace.frontend.http.apis.development.routes import is_development
@@ -69,8 +69,11 @@ class ListedAdapter(msgspec.Struct):
     path: str
     scale: float
     """Its scale in requests without the field `lora`."""
-    task_name: str = ""
+    task_name: Annotated[str, Meta(description="As its GGUF file says; so is prompt_prefix")] = ""
     prompt_prefix: str = ""
+    alora_invocation_tokens: Annotated[
+        tuple[int, ...] | UnsetType, Meta(description="From which on an activated adapter applies")
+    ] = UNSET
 
 
 # --- vLLM's and SageMaker's -------------------------------------------------------------------------------------------
@@ -227,7 +230,14 @@ def _scales_in(body: bytes) -> list[AdapterScale]:
 def _listed(state: ServerState) -> Sequence[ListedAdapter]:
     adapters = state.pool.adapters
     return [
-        ListedAdapter(index, info.path, adapters.default_scales.get(info.name, 0.0))
+        ListedAdapter(
+            index,
+            info.path,
+            info.default_scale,
+            info.task_name,
+            info.prompt_prefix,
+            info.invocation_tokens or UNSET,
+        )
         for index, info in enumerate(adapters.infos)
     ]
 
