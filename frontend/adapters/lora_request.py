@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.request.lists import elements
-from headrace.ipc.adapters import AdapterUse
+from headrace.frontend.request.parameters.sampling_fields import plain_integer
+from headrace.ipc.adapters import MOST_NAME, AdapterUse
 from headrace.ipc.failure import InvalidRequestError
 
 
@@ -38,14 +39,25 @@ class LoRARequest(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise _bad("lora_name", self.lora_name, "must be a text that is not empty")
-        number = self.lora_int_id
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise _bad("lora_int_id", number, "id must be > 0")
+        number = plain_integer(self.lora_int_id)
+        if number is None:
+            raise _bad("lora_int_id", self.lora_int_id, "must be an integer, of at least 1")
+        if number < 1:
+            raise _bad("lora_int_id", number, "id must be > 0")  # vLLM's words
+        self.lora_int_id = number
         if self.lora_local_path:
             self.lora_path, self.lora_local_path = self.lora_local_path, None
         if not isinstance(self.lora_path, str | os.PathLike):
             raise _bad("lora_path", self.lora_path, "must be the path of a folder or file")
         self.lora_path = os.fsdecode(self.lora_path)
+        for name in ("lora_name", "lora_path"):
+            if (length := len(getattr(self, name))) > MOST_NAME:
+                raise _bad(name, getattr(self, name), f"has {length} characters, and at most {MOST_NAME} are taken")
+        for name in ("load_inplace", "is_3d_lora_weight"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "must be True or False")
+        if not isinstance(self.base_model_name, str | None):
+            raise _bad("base_model_name", self.base_model_name, "must be a text, or None")
         for name in ("tensorizer_config_dict", "long_lora_max_len"):
             if getattr(self, name) is not None:
                 raise _bad(name, getattr(self, name), "is not supported; leave it out")

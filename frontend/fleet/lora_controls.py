@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
-
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.client.control import blocking
 from headrace.frontend.fleet.adapters import FleetAdapters, is_unknown
+from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 
@@ -55,9 +54,9 @@ class AsyncLoRAControls:
 
 
 def _number(lora_id: object) -> int:
-    if not isinstance(lora_id, numbers.Integral):
+    if (number := plain_integer(lora_id)) is None:
         raise InvalidRequestError(f"lora_id must be the number of a LoRARequest, not {lora_id!r:.100}")
-    return int(lora_id)
+    return number
 
 
 class LoRAControls:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace import InvalidRequestError, LoRARequest, OptionError
@@ -29,6 +30,8 @@ def test_a_request_has_vllms_fields_and_is_equal_by_name(tmp_path: Path) -> None
     assert request == LoRARequest("sql", 2, "/elsewhere")
     assert request != LoRARequest("chat", 1, str(tmp_path))
     assert len({request, LoRARequest("sql", 3), LoRARequest("chat", 1)}) == 2
+    number = LoRARequest("a", np.int64(7)).lora_int_id
+    assert (number, type(number)) == (7, int)
     assert LoRARequest(lora_name="a", lora_int_id=1, lora_local_path="/a").lora_path == "/a", "vLLM's former name"
 
 
@@ -45,7 +48,13 @@ def test_a_path_of_this_machine_reaches_the_engine_whole(tmp_path: Path, monkeyp
     [
         ({"lora_int_id": 0}, "lora_int_id = 0: id must be > 0"),
         ({"lora_int_id": True}, "lora_int_id = True"),
+        ({"lora_int_id": "1"}, "lora_int_id = '1': must be an integer"),
         ({"lora_name": ""}, "lora_name = ''"),
+        ({"lora_name": "n" * 5000}, "lora_name = 'nnn.*: has 5000 characters, and at most 4096 are taken"),
+        ({"lora_path": "p" * 5000}, "lora_path = 'ppp.*: has 5000 characters, and at most 4096 are taken"),
+        ({"load_inplace": "yes"}, "load_inplace = 'yes': must be True or False"),
+        ({"is_3d_lora_weight": 3}, "is_3d_lora_weight = 3: must be True or False"),
+        ({"base_model_name": 7}, "base_model_name = 7: must be a text"),
         ({"lora_path": 7}, "lora_path = 7: must be the path"),
         ({"tensorizer_config_dict": {}}, "tensorizer_config_dict = {}: is not supported"),
     ],
