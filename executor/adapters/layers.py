@@ -259,7 +259,7 @@ class _Mapped:
             if not self._is_copy(module.weight, f"{module.name}.weight"):
                 rows = module.weight.float()
         if module.magnitude is not None:  # of each dimension, whose norm is over the vocabulary
-            turned = self.base.get(f"{module.name}.weight").float() + a @ b
+            turned = self.base.get(self._head_name(f"{module.name}.weight")).float() + a @ b
             rows = turned * (module.magnitude.float().reshape(-1) / torch.linalg.norm(turned, dim=0))
             a, b = a[:, :0], b[:0]
         return EmbeddingDelta(a, b, rows)

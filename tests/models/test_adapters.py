@@ -102,6 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
     "head": {"target_modules": ["lm_head", "down_proj"]},
     "dora_of_head": {"target_modules": ["lm_head", "q_proj"], "use_dora": True, "size": 0.1},
+    "dora_of_ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True, "size": 0.1},
     "whole_ends": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "size": 0.1},
 }
 
@@ -207,7 +208,7 @@ ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads
             ("phi3", ""),
             ("nine_heads", ""),
             ("deepseek_v3_moe", "latent"),
-            *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends")),
+            *(("llama_biases", form) for form in ("", "dora", "biases", "whole_ends", "dora_of_ends")),
         ],
     ),
 )
