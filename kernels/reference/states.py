@@ -234,6 +234,7 @@ GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda values: F.relu(values).square(),
+        "softplus": F.softplus,
         "softplus2": lambda values: F.softplus(values, beta=math.log(2)),  # log2(1 + 2^x)
     }
 )

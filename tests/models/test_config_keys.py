@@ -226,7 +226,7 @@ def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter
         not name.startswith(
             (
                 *("gemma3n", "gemma4", "granite_hybrid", "granite_swa", "granitemoe_swa", "mellum", "minimax_m3"),
-                *("muse", "step3p5", "dots3_note", "rnj1"),
+                *("laguna", "muse", "step3p5", "dots3_note", "rnj1"),
             )
         )
         and LISTS.keys() & config.keys()
@@ -329,6 +329,33 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must not be negative, got -2"),
     ("dbrx", {"rope_parameters": {"rope_theta": 500.0}}, "rope_theta is 500.0, and 300.0 in its attn_config"),
     ("dbrx", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta is 10000.0, and 300.0 in its attn_config"),
+    ("laguna", {"gating": False}, "gating is False; supported are true, per-head and per-element"),
+    ("laguna", {"gating": "per-layer"}, "gating is 'per-layer'; supported are true, per-head and per-element"),
+    (
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 8]},
+        r"num_attention_heads_per_layer must have a whole number for each of 4 layers, got \[4, 8\]",
+    ),
+    (
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 8, 5, 8]},
+        "5 attention heads cannot share 2 key/value heads evenly",
+    ),
+    ("laguna", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must have a section sliding_attention"),
+    ("laguna", {"rope_parameters": {"rope_theta": 1e4}}, "must have a section full_attention with rope_theta"),
+    ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is True where False"),
+    ("laguna", {"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled is True where False"),
+    ("laguna", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must list dense or sparse for each layer"),
+    *(
+        ("bamba", {"time_step_limit": given}, r"time_step_limit must be two numbers, the lower one first, got")
+        for given in (0.5, [0.1], "0, 1", [True, 2.0], [0.5, 0.1], [0.0, {"__float__": "many"}], [0.0, None])
+    ),
+    ("gemma3", {"layer_types": 4}, "layer_types must be a list of types of layers, got 4"),
+    (
+        "gemma3",
+        {"layer_types": "full_attention"},
+        "layer_types must be a list of types of layers, got 'full_at",
+    ),
     ("mimo_v2", {"sliding_window": 21}, "sliding_window is 21 and its sliding_window_size 19"),
     ("mimo_v2_5", {"hybrid_layer_pattern": None}, "has no hybrid_layer_pattern, which has 0 or 1 for each layer"),
     ("mimo_v2_5", {"moe_layer_freq": 1}, "moe_layer_freq must have 0 or 1 for each layer, got 1"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace import LLM, HeadraceError, ModelError, SamplingParams
 
-SOME = ("laguna", "ernie4_5_moe")
+SOME = ("kolibri1", "ernie4_5_moe")
 """Which `make test` runs; the rest are system tests."""
 EVERY = [name if name in SOME else pytest.param(name, marks=pytest.mark.system) for name in FOREIGN]
 SMALL: dict[str, Any] = {
@@ -43,26 +43,26 @@ def test_auto_takes_a_family_first_and_says_when_transformers_computes(
         with LLM(str(tiny_models.save("llama", tmp_path / "llama")), **SMALL) as llm:
             llm.generate([[5]], params, use_tqdm=False)
         assert "transformers' code" not in caplog.text
-        foreign = tiny_models.save("laguna", tmp_path / "foreign")
+        foreign = tiny_models.save("kolibri1", tmp_path / "foreign")
         with LLM(str(foreign), **SMALL) as llm:
             llm.generate([[5]], params, use_tqdm=False)
-    assert "LagunaForCausalLM is computed by transformers' code with the paged cache" in caplog.text
-    assert "the architecture LagunaForCausalLM is not supported" in caplog.text
-    with pytest.raises(ModelError, match="the architecture LagunaForCausalLM is not supported"):
+    assert "Kolibri1ForCausalLM is computed by transformers' code with the paged cache" in caplog.text
+    assert "the architecture Kolibri1ForCausalLM is not supported" in caplog.text
+    with pytest.raises(ModelError, match="the architecture Kolibri1ForCausalLM is not supported"):
         LLM(str(foreign), model_impl="vllm", **SMALL)
     with pytest.raises(HeadraceError, match="tensor_parallel_size=2 does not apply"):
         LLM(str(foreign), tensor_parallel_size=2, distributed_executor_backend=THREADS, **SMALL)
 
 
 def test_logits_of_prompt_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    folder = tiny_models.save("laguna", tmp_path / "foreign")
+    folder = tiny_models.save("kolibri1", tmp_path / "foreign")
     prompt = [5, 6, 7, 90, 3]
     with LLM(str(folder), **SMALL) as llm:
         (output,) = llm.generate(
             [prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False
         )
     with torch.inference_mode():
-        exact = reference("laguna")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        exact = reference("kolibri1")(torch.tensor([prompt])).logits[0].log_softmax(-1)
     assert isinstance(output.prompt_logprobs, list)
     for place, found in enumerate(output.prompt_logprobs[1:], 1):
         assert found is not None
@@ -96,7 +96,7 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
     [
         ("xglm", {}, "does not go through transformers' table of attention functions"),
         ("doge", {}, "makes a mask of its own"),
-        ("laguna", {"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ("kolibri1", {"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
@@ -114,7 +114,7 @@ def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = tiny_models.save("laguna", tmp_path / "foreign")
+    folder = tiny_models.save("kolibri1", tmp_path / "foreign")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     needed = re.escape(str(list(tensors[name].shape)))

@@ -44,6 +44,17 @@ def tiny(name: str, config_class: str = "", **config: Any) -> TinyModel:
     return TinyModel(f"{name}ForCausalLM", config_class or f"{name}Config", SMALL | config, 0.2)
 
 
+LAGUNA = {
+    "num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 20, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+    "layer_types": ["full_attention", "sliding_attention"] * 2, "moe_routed_scaling_factor": 1.5,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3, "num_attention_heads_per_layer": [4, 8, 6, 8],
+    "max_position_embeddings": 1024,
+    "rope_parameters": {
+        "full_attention": YARN | {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
 DEEPSEEK_V4 = {
     "s": "sliding_attention", "c": "compressed_sparse_attention", "h": "heavily_compressed_attention"
 }  # fmt: skip
@@ -171,6 +182,11 @@ FAMILIES: dict[str, TinyModel] = {
             "full_attention": YARN | {"rope_theta": 500000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    "laguna": tiny("Laguna", **LAGUNA, moe_router_logit_softcapping=1.5),
+    "laguna_columns": tiny(
+        "Laguna", **(LAGUNA | {"rope_parameters": None, "num_attention_heads_per_layer": None}), attention_bias=True,
+        gating="per-element",
     ),
     "solar_open": tiny("SolarOpen", head_dim=16, max_position_embeddings=1024, **DEEPSEEK),
     "youtu": tiny("Youtu", max_position_embeddings=1024, **LATENT),

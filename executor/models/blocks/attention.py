@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
-from headrace.executor.models.blocks.gated_norm import HeadNorms, JoinedColumns, OutputGate
+from headrace.executor.models.blocks.gated_norm import GateActivation, HeadNorms, JoinedColumns, OutputGate
 from headrace.ipc.failure import ModelError
 
 QueryGrowth = tuple[int, float, int] | None
@@ -75,9 +75,13 @@ class Attention(Mixer):
     value_dim: int | None = None
     """Dimensions of a value head in the checkpoint, to which zeros are added up to head_dim; None: it has head_dim."""
     gated: bool = False
-    """Whether the heads' results are multiplied by the sigmoid of a further projection of the layer's input."""
+    """Whether the heads' results are multiplied by the activated columns of a further projection of the layer's input.
+    """
     head_gate: bool = False
     """Likewise, by one gate for each head."""
+    gate_activation: GateActivation = "sigmoid"
+    gate_bias: bool = True
+    """Whether the projection of the gates of `gated` has biases where those of queries, keys and values have."""
 
     @property
     def cache(self) -> TokenCache:
@@ -124,12 +128,12 @@ class Attention(Mixer):
         )
         found["output"] = Linear(((names.output, hidden),), results, self.output_bias)
         if self.gated:
-            found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias)
-            found["gating"] = OutputGate("sigmoid")
+            found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias and self.gate_bias)
+            found["gating"] = OutputGate(self.gate_activation)
         elif self.head_gate:
             heads = Axis(self.num_heads, groups=self.num_kv_heads)
             found["gate"] = Linear(((names.query_gate, heads),), hidden)
-            found["gating"] = OutputGate("sigmoid", group=self.head_dim)
+            found["gating"] = OutputGate(self.gate_activation, group=self.head_dim)
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
@@ -194,7 +198,7 @@ class Attention(Mixer):
 
     def values_per_token(self, tp_size: int) -> int:
         """Queries, keys and values, and attention's results; gates, and gated results."""
-        gates = 2 * self.num_heads // tp_size * self.gated
+        gates = self.num_heads // tp_size * (2 if self.gated else self.head_gate)
         return (2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) + gates) * self.head_dim
 
     def problem(self) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, WithoutWeights, size_of
 
-GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2", "softplus2"]
+GateActivation = Literal["silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2", "softplus", "softplus2"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis, Declared, Held, LayerOps, Linear, Routing, Vector, Weight
 from headrace.executor.models.blocks.attention import Attention
-from headrace.executor.models.blocks.gated_norm import GateActivation, GatedNorm, OutputGate
+from headrace.executor.models.blocks.gated_norm import GatedNorm
 from headrace.executor.models.blocks.tensor_ops import beside
 
 
@@ -48,11 +48,8 @@ class NormedHeads(Declared):
 
 @dataclass(frozen=True)
 class HorizonAttention(Attention):
-    """Attention whose values may be those of experts, whose results may be gated columns by columns, and whose heads
-    may be normed with weights of their own."""
+    """Attention whose values may be those of experts, and whose heads may be normed with weights of their own."""
 
-    gate: GateActivation | None = None
-    """Activation of a further projection of the layer's input, by which the heads' results are multiplied."""
     norms_heads: bool = False
     num_experts: int = 0
     """Matrices of values among which a router chooses; 0: there is one."""
@@ -68,9 +65,6 @@ class HorizonAttention(Attention):
         found, names, hidden = dict(super().declare(spec)), spec.names, spec.hidden_size
         queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
         keys = Axis(self.num_kv_heads * self.head_dim, unit=self.head_dim)
-        if self.gate is not None:
-            found["gate"] = Linear(((names.query_gate, queries),), hidden)
-            found["gating"] = OutputGate(self.gate)
         if self.norms_heads:
             parts = ((names.query_norm, queries), (names.key_norm, keys))
             query, key = (GatedNorm(name, size, self.head_dim, spec.norm.eps) for name, size in parts)
@@ -98,10 +92,9 @@ class HorizonAttention(Attention):
         return [ops.product(held["output"], attended)]
 
     def values_per_token(self, tp_size: int) -> int:
-        """Besides those of attention, gates and gated results, and the products of chosen matrices."""
-        own = (2 * self.num_heads // tp_size) * self.head_dim if self.gate is not None else 0
+        """Besides those of attention, the products of chosen matrices."""
         chosen = self.routing.num_chosen if self.routing is not None else 0
-        return super().values_per_token(tp_size) + own + chosen * self.num_kv_heads * self.head_dim // tp_size
+        return super().values_per_token(tp_size) + chosen * self.num_kv_heads * self.head_dim // tp_size
 
     def problem(self) -> str:
         if self.routing is not None and not 1 <= self.routing.num_chosen <= self.num_experts:

@@ -371,12 +371,14 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     """full_attention or sliding_attention for each layer: the config's `layer_types`, else the default. Raises
     ModelError for other types or too few."""
     given = config.get("layer_types")
-    types = list(default if given is None else given)
+    types = list(default) if given is None else given
+    if not isinstance(types, list | tuple):
+        raise ModelError(f"the config's layer_types must be a list of types of layers, got {given!r:.80}")
     if unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
         raise ModelError(f"layer types {', '.join(unknown)} are not supported, only full and sliding attention are")
     if len(types) < num_layers:
         raise ModelError(f"the config has {num_layers} layers but {len(types)} layer_types")
-    return types[:num_layers]
+    return list(types[:num_layers])
 
 
 def every_nth_full(num_layers: int, step: int, key: str) -> list[str]:

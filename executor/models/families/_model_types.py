@@ -94,6 +94,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "kimi_k2": "KimiK2ForCausalLM",
         "k2_horizon": "K2HorizonForCausalLM",
         "kimi_linear": "KimiLinearForCausalLM",
+        "laguna": "LagunaForCausalLM",
         "lfm2": "Lfm2ForCausalLM",
         "lfm2_moe": "Lfm2MoeForCausalLM",
         "lfm3": "Lfm3ForCausalLM",

@@ -25,11 +25,17 @@ IGNORED = {
 def step_limits(config: Config) -> tuple[float, float]:
     given = config.get("time_step_limit")
     given = [0.0, math.inf] if given is None else given
-    # transformers writes infinity as {"__float__": "Infinity"}.
-    pair = [float(str(each.get("__float__"))) if isinstance(each, dict) else each for each in given]
-    if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
-        raise ModelError(f"the config's time_step_limit must be two numbers, got {given!r:.80}")
-    return float(pair[0]), float(pair[1])
+    pair = [_limit(each) for each in given] if isinstance(given, list | tuple) else []
+    if len(pair) != 2 or not pair[0] <= pair[1]:
+        raise ModelError(f"the config's time_step_limit must be two numbers, the lower one first, got {given!r:.80}")
+    return pair[0], pair[1]
+
+
+def _limit(given: Any) -> float:
+    """NaN for what is no number. transformers writes infinity as {"__float__": "Infinity"}."""
+    if isinstance(given, dict) and given.get("__float__") in ("Infinity", "-Infinity"):
+        return float(given["__float__"])
+    return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
 
 
 def require_silu(config: Config, key: str) -> None:

@@ -140,7 +140,7 @@ _COMPUTED = """
     enable_bias enable_moe_block expand expansion_ratio expert_ffn_hidden_size expert_layer_offset expert_layer_period
     expert_selection_fn extrapolation_factor ffn_act_fn ffn_config ffn_dim ffn_hidden_size final_logit_softcapping
     first_k_dense_replace floor_scale full_attention_interval full_attn_alpha_factor full_attn_beta_factor
-    full_attn_idxs gate_low_rank_dim global_attn_every_n_layers group_norm_size hc_eps hc_magnitude hc_mult
+    full_attn_idxs gate_low_rank_dim gating global_attn_every_n_layers group_norm_size hc_eps hc_magnitude hc_mult
     hc_sinkhorn_iters hidden_act hidden_activation hidden_ratio hidden_size_per_head hidden_size_per_layer_input
     high_freq_factor hybrid_layer_pattern hybrid_override_pattern index_block_size index_head_dim index_kpool
     index_local_blocks index_n_heads index_skip_topk_offset index_topk index_topk_blocks index_topk_freq
@@ -158,11 +158,12 @@ _COMPUTED = """
     mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe moe_gate_bias moe_k moe_latent_size
     moe_layer_end_index moe_layer_freq moe_layer_frequency moe_layer_interval moe_layer_start_index moe_layers
     moe_layers_enum moe_normalize_expert_weights moe_num_experts moe_num_shared_experts moe_renormalize
-    moe_router_renormalize moe_router_scaling_factor moe_shared_expert_intermediate_size moe_top_k mova_num_experts
-    mova_num_experts_per_tok mscale mscale_all_dim multi_query multi_query_attention multi_query_group_num mup_enabled
-    mup_scale_factor n_embd n_embed n_group n_groups n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts
-    n_shared_experts name new_decoder_architecture ngram_vocab_size_ratio no_bias no_rope_layer_interval no_rope_layers
-    norm_bias norm_eps norm_epsilon norm_expert_weight norm_first norm_topk_prob num_attention_groups num_dense_layers
+    moe_routed_scaling_factor moe_router_logit_softcapping moe_router_renormalize moe_router_scaling_factor
+    moe_shared_expert_intermediate_size moe_top_k mova_num_experts mova_num_experts_per_tok mscale mscale_all_dim
+    multi_query multi_query_attention multi_query_group_num mup_enabled mup_scale_factor n_embd n_embed n_group n_groups
+    n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts n_shared_experts name new_decoder_architecture
+    ngram_vocab_size_ratio no_bias no_rope_layer_interval no_rope_layers norm_bias norm_eps norm_epsilon
+    norm_expert_weight norm_first norm_topk_prob num_attention_groups num_attention_heads_per_layer num_dense_layers
     num_experts num_experts_per_tok num_hash_layers num_key_value_heads_per_layer num_kv_shared_layers
     num_layers_per_stack num_ln_in_parallel_attn num_local_experts num_mem_blocks num_mtp_layers num_shared_experts
     num_sliding_attention_heads o_groups o_lora_rank original_max_position_embeddings original_rope output_mult

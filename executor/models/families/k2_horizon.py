@@ -40,12 +40,12 @@ def build(config: Config) -> ArchSpec:
         config,
         head_dim=head_dim,
         ffn=_ffns(config),
-        attention=biases(config, "attention_bias", False),
+        attention=biases(config, "attention_bias", False) | _gates(config),
         norm=NormSpec("rms", number(config, "rms_norm_eps", 1e-6), groups=integer(config, "layernorm_num_groups", 1)),
         default_context=524_288,
         names=NAMES,
     )
-    own = _own_fields(config)
+    own = {"norms_heads": flag(config, "query_key_norm", False)}
     experts = _values(config)
     layers = [
         _layer(layer, head_dim, integer(config, "rope_head_dim", head_dim), own, experts) for layer in spec.layers
@@ -78,12 +78,12 @@ def _mixture(config: Config) -> Experts:
     )
 
 
-def _own_fields(config: Config) -> dict[str, Any]:
+def _gates(config: Config) -> dict[str, Any]:
     """Of the attention of all layers."""
     gate = config.get("attention_gate_func")
     if gate is not None and gate not in GATES:
         raise ModelError(f"the config's attention_gate_func is {gate!r:.80}; supported are {', '.join(GATES)} and null")
-    return {"gate": None if gate is None else GATES[gate], "norms_heads": flag(config, "query_key_norm", False)}
+    return {} if gate is None else {"gated": True, "gate_activation": GATES[gate], "gate_bias": False}
 
 
 def _values(config: Config) -> dict[str, Any]:

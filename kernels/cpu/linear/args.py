@@ -14,6 +14,7 @@ ACTIVATIONS: Mapping[str, int] = MappingProxyType(
     {
         **{"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 7},
         **{"clamped_silu": 6, "silu_to_7": 8, "silu_to_16": 9, "normal_cdf": 10, "silu_below_10": 11, "softplus2": 12},
+        "softplus": 13,
     }
 )
 """Numbers of the activations; clamped_silu is of gated pairs alone."""

@@ -113,6 +113,7 @@ inline Floats activate(Activation activation, Floats value) {
       return positive * positive;
     }
     case Activation::kSigmoid: return 1.0f / (1.0f + exponential<true>(-value));
+    case Activation::kSoftplus: return softplus(value);
     case Activation::kSoftplus2: return softplus(value * 0.6931471806f) * 1.4426950409f;
     default: return value;
   }

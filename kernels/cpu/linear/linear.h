@@ -86,7 +86,8 @@ struct PackedWeight {
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4, kRelu2 = 5,
   kClampedSilu = 6 /* of a gate alone */, kSigmoid = 7, kSiluTo7 = 8, kSiluTo16 = 9,
-  kNormalCdf = 10, kSiluBelow10 = 11, kSoftplus2 = 12 /* log2(1 + 2^x) */ };
+  kNormalCdf = 10, kSiluBelow10 = 11, kSoftplus2 = 12 /* log2(1 + 2^x) */,
+  kSoftplus = 13 };
 
 // The highest results of one row that a thread has computed: lane i has the highest of columns i, i + kPanelRows, ...
 // (of equals the first), and NaN if there is any.
