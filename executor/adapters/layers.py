@@ -9,6 +9,7 @@ rank's share are those of declared_weights.py and padding.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -512,11 +513,16 @@ class _Mapped:
         return found
 
     def _check_used(self) -> None:
-        rest = sorted(each.name for each in self.modules.values() if each.name not in self.used)
-        if rest:
+        """Raises ModelError for modules that the model does not have, unless files of it may have them, and nothing is
+        computed with them; and where there are no others."""
+        needless = {each.name for name, each in self.modules.items() if self.used and self._is_needless(name)}
+        if rest := sorted({each.name for each in self.modules.values()} - self.used - needless):
             shown = printable(", ".join(rest[:SHOWN])) + (f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else "")
             model = self.layers.spec.architecture
             raise self._error(f"{model} has no matrices that adapters change under the names {shown}")
+
+    def _is_needless(self, name: str) -> bool:
+        return any(re.search(each, f"{name}.weight") for each in self.layers.spec.names.ignorable)
 
     def _check_order(self) -> None:
         """Raises ModelError where the adapter's heads or the model's are in the order of GGUF files: columns of A are

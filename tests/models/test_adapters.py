@@ -93,6 +93,23 @@ def test_rows_with_and_without_adapters_in_one_batch_equal_peft(name: str, kind:
     assert float((plain - logits[0]).abs().max()) > 1e-2 * float(plain.abs().max()), "the adapter changes nothing"
 
 
+def test_factors_of_matrices_that_files_have_and_no_one_reads_are_passed_over(tmp_path: Path) -> None:
+    """Of keys in a layer that reads the cache of another, which earlier versions of transformers had, and of towers of
+    other media. Nothing but those is refused."""
+    models = PeftModels(reference("gemma3n"), tmp_path)
+    _, slots = make("gemma3n", "program")
+    file = models.make("one", target_modules=IN_LAYERS["gemma3n"]) / "adapter_model.safetensors"
+    tensors, needless = load_file(file), dict[str, Tensor]()
+    for module in ("model.layers.4.self_attn.k_proj", "model.vision_tower.blocks.0.attn.qkv"):
+        needless[f"base_model.model.{module}.lora_A.weight"] = torch.ones(4, 32)
+        needless[f"base_model.model.{module}.lora_B.weight"] = torch.ones(8, 4)
+    save_file(tensors | needless, file)
+    slots.load(0, str(file.parent))
+    save_file(needless, file)
+    with pytest.raises(ModelError, match=r"has no matrices that adapters change under the names model\.layers\.4"):
+        slots.load(1, str(file.parent))
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True, "r": 3},
     "patterns": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7}, "alpha_pattern": {"o_proj": 3}},
