@@ -159,7 +159,7 @@ def _modules(header: GGUFHeader, spec: ArchSpec) -> dict[str, AdapterModule]:
             f"{printable(named)}"
         )
     of_a = {name: _first(firsts[record.name.removesuffix(".lora_b")], name, spec) for name, record in own.items()}
-    a, b = GGUFWeights(header.path, of_a, {}, False), GGUFWeights(header.path, own, _permuted(header, spec), False)
+    a, b = GGUFWeights(header.path, of_a, {}, {}), GGUFWeights(header.path, own, _permuted(header, spec), {})
     found = dict[str, AdapterModule]()
     for name in own:
         if any(re.search(each, name) for each in spec.names.ignorable):

@@ -42,7 +42,7 @@ def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]
     declared = {layer: LayerDeclaration.of(spec, layer) for layer in set(spec.layers)}
     for index, layer in enumerate(spec.layers):
         for weight in declared[layer].weights() if layer.weights_of is None else ():
-            yield Weight(f"{names.layer(prefix, index)}{weight.name}", weight.dimensions, weight.role)
+            yield replace(weight, name=f"{names.layer(prefix, index)}{weight.name}")
 
 
 def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:

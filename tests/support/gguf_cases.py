@@ -252,6 +252,8 @@ CASES: dict[str, Source] = {
     "minicpm": published("minicpm"),
     "orion": published("orion"),
     "pangu-embedded": published("pangu_embedded"),
+    "plamo2": published("plamo2"),
+    "plamo3": published("plamo3"),
     "qwen": published("qwen"),
     "rwkv7": Source("RWKV7ForCausalLM", _rwkv7),
     "step35": published("step3p5"),

@@ -19,7 +19,7 @@ LATENT = ("deepseek2", "glm-dsa", "minicpm3", "kimi-linear", "mistral4")
 ONE_KEY_HEAD = ("deepseek2", "glm-dsa", "mistral4", "starcoder")
 OF_KINDS = ("mimo2", "step35")
 """Whose layers with windows have other heads and another rotation."""
-OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss")
+OWN_HEADS = ("qwen3", "qwen3vl", "gemma2", "gemma3", "gemma3n", "gpt-oss", "plamo2")
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
@@ -226,6 +226,8 @@ def _attends(arch: str, config: Config) -> list[bool] | None:
         return [each in config["attn_layer_indices"] for each in layers]
     if arch.startswith("nemotron_h"):
         return [kind in ("full_attention", "attention") for kind in config["layers_block_type"]]
+    if arch == "plamo2":
+        return [each % config["mamba_step"] == config["mamba_step"] // 2 for each in layers]
     if arch in ("granitehybrid", "kimi-linear"):
         return [kind in ("full_attention", "attention") for kind in config["layer_types"]]
     return None
@@ -273,6 +275,30 @@ def _jamba(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_state_size(config["mamba_d_state"])
     writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
+def _published_plamo2(config: Config) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    return {
+        "head_dim": config["hidden_size_per_head"],
+        "head_counts": [heads if each else 0 for each in _attends("plamo2", config) or ()],
+    }
+
+
+def _plamo2(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["hidden_size_per_head"])
+    writer.add_ssm_group_count(0)
+
+
+def _plamo3(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    writer.add_rope_freq_base_swa(config["rope_local_theta"])
 
 
 def _kimi_linear(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -681,6 +707,8 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "mpt": _mpt,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h_moe,
+    "plamo2": _plamo2,
+    "plamo3": _plamo3,
     "qwen2vl": _write_sections,
     "qwen3vl": _of_text,
     "qwen3vlmoe": _of_text,
@@ -696,6 +724,7 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
 PUBLISHED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "chatglm": _published_chatglm,
     "gemma4": _published_gemma4,
+    "plamo2": _published_plamo2,
     "step35": _published_step35,
 }
 """Fields under the names that others have in their places."""

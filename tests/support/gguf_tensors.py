@@ -82,8 +82,8 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         count = config["ffn_config"]["moe_num_experts"]
         parts, own = tensor.unflatten(0, (count, -1)), {"w1": "gate", "v1": "up", "w2": "down"}[last]
         yield f"{blk}ffn_{own}_exps.weight", parts.transpose(1, 2) if last == "w2" else parts
-    elif arch == "rwkv7":
-        yield from _rwkv7(name, tensor, blk)
+    elif arch in ("rwkv7", "plamo2", "plamo3"):
+        yield from (_rwkv7 if arch == "rwkv7" else _plamo)(name, tensor, blk)
     elif arch in ("mamba", "mamba2") and ".mixer." in name:
         yield from _mamba(arch, name, last, tensor, blk, config)
     elif arch in (*HYBRIDS, "granitemoe"):
@@ -118,6 +118,33 @@ def _rwkv7(name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{blk}time_mix_v{own}.weight", tensor
     else:
         yield f"{blk}{RWKV_NAMES[part]}.{kind}", tensor.flatten() if part == "attn.r_k" else tensor
+
+
+PLAMO_OFFSETS = {"post_mixer_norm": 1 / 5, "post_mlp_norm": 1 / 5**1.5}
+PLAMO_VECTORS = {"B_norm_weight": "ssm_b_norm", "C_norm_weight": "ssm_c_norm", "dt_norm_weight": "ssm_dt_norm"}
+"""Which files have without an ending, as the norms after blocks."""
+
+
+def _plamo(name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:
+    last = name.rpartition(".")[2]
+    part = BLOCKS.sub("", name).removesuffix(".weight")
+    if last in PLAMO_VECTORS:
+        yield f"{blk}{PLAMO_VECTORS[last]}", tensor
+    elif last in ("q_weight", "k_weight"):
+        yield f"{blk}attn_{last[0]}_norm.weight", tensor
+    elif last == "A_log":
+        yield f"{blk}ssm_a", -tensor.exp()
+    elif last == "D":
+        yield f"{blk}ssm_d", tensor
+    elif last == "dt_bias":
+        yield f"{blk}ssm_dt.bias", tensor
+    elif part in PLAMO_OFFSETS:
+        own = "post_attention_norm" if part == "post_mixer_norm" else "post_ffw_norm"
+        yield f"{blk}{own}", tensor + PLAMO_OFFSETS[part]
+    elif part.endswith("norm"):
+        yield name, tensor + 1
+    else:
+        yield name, tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
 
 def _renamed(arch: str, name: str, tensor: Tensor, blk: str) -> Iterator[tuple[str, Tensor]]:

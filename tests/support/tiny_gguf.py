@@ -95,6 +95,8 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi2",
     "PhimoeForCausalLM": "phimoe",
+    "Plamo2ForCausalLM": "plamo2",
+    "Plamo3ForCausalLM": "plamo3",
     "QWenLMHeadModel": "qwen",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2moe",

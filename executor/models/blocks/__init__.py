@@ -61,6 +61,8 @@ class Weight:
     name: str
     dimensions: tuple[Dimension, ...]
     role: Role
+    offset: float = 0.0
+    """Of a norm: what is added to the stored numbers before they are computed with."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,7 +158,7 @@ class Norm(Declared):
 
     def weights(self) -> Iterator[Weight]:
         if self.affine:
-            yield Weight(f"{self.name}.{self.weight_name}", (self.size,), "norm")
+            yield Weight(f"{self.name}.{self.weight_name}", (self.size,), "norm", self.weight_offset)
             if self.bias:
                 yield Weight(f"{self.name}.bias", (self.size,), "norm")
 

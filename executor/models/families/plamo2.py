@@ -26,7 +26,10 @@ LEAST_RANK, RANK_SHARE = 64, 16
 
 def build(config: Config) -> ArchSpec:
     head_dim, hidden = integer(config, "hidden_size_per_head", 128), integer(config, "hidden_size")
-    attends = _attends(config)
+    step = integer(config, "mamba_step", 2)
+    if step < 2:
+        raise ModelError(f"the config's mamba_step is {step}; it must be at least 2")
+    attending = attends(integer(config, "num_hidden_layers"), step)
     norm = NormSpec("rms", number(config, "rms_norm_eps", 1e-6), weight_offset=1.0)
     recurrent = ProjectedSsd(
         heads=integer(config, "mamba_num_heads", 64),
@@ -47,19 +50,16 @@ def build(config: Config) -> ArchSpec:
         ffn=dense(config, "hidden_act", "silu"),
         names=NAMES,
     )
-    layers = tuple(replace(layer, mixer=as_kind(HeadNormedAttention, layer.mixer) if attends[i] else recurrent)
+    layers = tuple(replace(layer, mixer=as_kind(HeadNormedAttention, layer.mixer) if attending[i] else recurrent)
                    for i, layer in enumerate(spec.layers))  # fmt: skip
     fused: tuple[Fused, ...] = fused_matrices(config, head_dim)
-    if not recurrent.problem() and not all(attends):
+    if not recurrent.problem() and not all(attending):
         fused += recurrent.fused()
     return replace(spec, layers=layers, fused=fused)
 
 
-def _attends(config: Config) -> list[bool]:
-    """Whether each layer has attention: one in mamba_step layers, and at least the last. Raises ModelError."""
-    count, step = integer(config, "num_hidden_layers"), integer(config, "mamba_step", 2)
-    if step < 2:
-        raise ModelError(f"the config's mamba_step is {step}; it must be at least 2")
+def attends(count: int, step: int) -> list[bool]:
+    """Whether each of `count` layers has attention: one in `step` layers, and at least the last."""
     if count <= step // 2:
         return [index == count - 1 for index in range(count)]
     return [index % step == step // 2 for index in range(count)]

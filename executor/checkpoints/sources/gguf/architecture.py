@@ -29,7 +29,7 @@ class GGUFArchitecture:
     permuted: bool = False
     """Whether rows of the query and key projections are reordered for rotation of neighbouring pairs."""
     offset_norms: bool = False
-    """Whether 1 was added to norm weights."""
+    """Whether the files' norm weights include what the model adds to those of its checkpoints."""
     is_mixture: bool = False
     may_be_dense: bool = False
     """Of a mixture: whether files may have no experts."""

@@ -176,7 +176,7 @@ def _expect_common(fields: Fields, architecture: GGUFArchitecture, config: Mappi
     else:
         fields.expect("attention.value_length", value_dim or head_dim)
     fields.expect("rope.dimension_count_swa", config["head_dim"] if "global_head_dim" in config else rotary_dim)
-    if "rope_local_base_freq" not in config and "rope_parameters" not in config:
+    if not {"rope_local_base_freq", "rope_local_theta", "rope_parameters"} & config.keys():
         fields.expect("rope.freq_base_swa", config["rope_theta"])
     fields.expect("embedding_length_out", config["hidden_size"])
     heads = config["num_attention_heads"]

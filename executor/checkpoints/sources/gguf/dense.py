@@ -137,6 +137,14 @@ def _olmo2(fields: Fields, config: Config) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} | found
 
 
+def _plamo3(fields: Fields, config: Config) -> dict[str, Any]:
+    """Layers with windows have a rotation of their own. Files without a window have none."""
+    found = layers_with_windows(fields, config)
+    if found["sliding_window"] is None:
+        return {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return found | {"rope_local_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+
+
 def _exaone4(fields: Fields, config: Config) -> dict[str, Any]:
     """The 32B has windows, of llama.cpp's size where the file does not say; the 1.2B has none."""
     found = layers_with_windows(fields, config)
@@ -449,6 +457,7 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "pangu-embedded": GGUFArchitecture("PanguEmbeddedForCausalLM", "PanguEmbedded", extra=_internlm2),
         "phi2": GGUFArchitecture("PhiForCausalLM", "phi", layer_norms=True),
         "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=window),
+        "plamo3": GGUFArchitecture("Plamo3ForCausalLM", "plamo3", offset_norms=True, extra=_plamo3),
         "qwen": GGUFArchitecture("QWenLMHeadModel", "qwen", key_heads="all"),
         "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
         "qwen2vl": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", extra=of_text),

@@ -24,8 +24,6 @@ from headrace.executor.checkpoints.weights import Numbers, Packed, StoredTensor,
 from headrace.ipc.failure import ModelError
 
 UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-PLAIN_NORM = "linear_attn.norm.weight"
-"""A norm to whose weights nothing is added."""
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -93,6 +91,7 @@ class GGUFFile:
 
     def weights(self) -> Weights:
         from headrace.executor.models.families import spec_from_config
+        from headrace.executor.models.sizes import model_weights
 
         config = self.config
         spec = spec_from_config(config)
@@ -100,7 +99,8 @@ class GGUFFile:
         if self.architecture.permuted:
             permuted = dict.fromkeys((spec.names.query, spec.names.key), config["head_dim"])
         records = records_by_name(self.header, self.tensors, spec, self.architecture)
-        weights = Weights(GGUFWeights(self.path, records, permuted, self.architecture.offset_norms))
+        offsets = {each.name: each.offset for each in model_weights(spec) if self.architecture.offset_norms}
+        weights = Weights(GGUFWeights(self.path, records, permuted, offsets))
         return _with_score(joined_latent(spec, weights)) if config.get(YES_NO_SCORE) else joined_latent(spec, weights)
 
     @cached_property
@@ -155,12 +155,12 @@ class GGUFWeights(WeightSource):
     """A file's tensors. Parts of quantised ones are float32, of others of their own type."""
 
     def __init__(
-        self, path: Path, records: Mapping[str, TensorRecord], permuted: Mapping[str, int], offset_norms: bool
+        self, path: Path, records: Mapping[str, TensorRecord], permuted: Mapping[str, int], offsets: Mapping[str, float]
     ) -> None:
         """records: by Hugging Face name. permuted: rows of a head of each projection whose rows are reordered,
-        by its name relative to a layer's prefix. offset_norms: as in `GGUFArchitecture`."""
+        by its name relative to a layer's prefix. offsets: what was added to weights, by their names."""
         self._path, self._records = path, dict(records)
-        self._permuted, self._offset_norms = permuted, offset_norms
+        self._permuted, self._offsets = permuted, {name: offset for name, offset in offsets.items() if offset}
         self._check_types()
 
     def _check_types(self) -> None:
@@ -182,7 +182,7 @@ class GGUFWeights(WeightSource):
         if record.type_name in UNQUANTISED:
             return StoredTensor.plain(record.shape, UNQUANTISED[record.type_name], part)
         form = REGROUPED.get(record.type_name)
-        stays = len(record.shape) == 2 and not self._is_offset(name)
+        stays = len(record.shape) == 2 and name not in self._offsets
         group = record.block_size if form is None else form.group
         numbers = Numbers(part, partial(self._packed, name) if stays else None)
         return StoredTensor.unpadded(record.shape, record.type_name, group, numbers)
@@ -237,13 +237,10 @@ class GGUFWeights(WeightSource):
             raise ModelError(f"{self._path}: {name} has {num_rows} rows, which are no pairs in heads of {size}")
         return np.arange(num_rows).reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)
 
-    def _is_offset(self, name: str) -> bool:
-        return self._offset_norms and name.endswith("norm.weight") and not name.endswith(PLAIN_NORM)
-
     def _restored(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".A_log"):  # stored as -exp of it
             return (-tensor.to(torch.float32)).log()
-        return tensor.to(torch.float32) - 1.0 if self._is_offset(name) else tensor
+        return tensor.to(torch.float32) - self._offsets[name] if name in self._offsets else tensor
 
 
 def _decode(record: TensorRecord, data: np.ndarray) -> Tensor:

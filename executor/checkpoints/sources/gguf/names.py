@@ -29,7 +29,7 @@ OF_PREDICTION = re.compile(r"blk\.(\d+)\.nextn\.")
 # Weights of one number per layer, which a file has in its metadata.
 METADATA_WEIGHTS = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
 # Fused tensors whose rows the converter leaves in their groups.
-LEFT_IN_GROUPS = re.compile(r"blk\.\d+\.(ssm_ba|attn_q)")
+LEFT_IN_GROUPS = re.compile(r"blk\.\d+\.(ssm_ba|ssm_in|attn_q)")
 # Halves of latent attention's up-projection, which `split_latent.py` joins.
 LATENT_HALVES = ("k_b_proj", "v_b_proj")
 
@@ -148,7 +148,7 @@ class _Places:
         if stem in self._fused:
             start, fused = self._fused[stem]
             stops = np.cumsum([count * fused.groups for _, count in fused.parts]).tolist()
-            if LEFT_IN_GROUPS.fullmatch(stem):
+            if fused.groups > 1 and LEFT_IN_GROUPS.fullmatch(stem):
                 return {f"{start}{fused.name}.{kind}": record}
             if record.shape[0] == stops[-1]:
                 return {

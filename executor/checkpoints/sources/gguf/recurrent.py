@@ -10,6 +10,7 @@ from typing import Any
 from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
 from headrace.executor.checkpoints.sources.gguf.dense import Config
 from headrace.executor.checkpoints.sources.gguf.mixtures import SIGMOID
+from headrace.executor.models.families import plamo2
 from headrace.executor.models.families._config import MOST
 from headrace.ipc.failure import ModelError
 
@@ -262,6 +263,31 @@ def _kimi_linear(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def _plamo2(fields: Fields, config: Config) -> dict[str, Any]:
+    """Layers without key/value heads are recurrent; one of every `mamba_step` layers attends. Raises ModelError."""
+    count, path = config["num_hidden_layers"], fields.header.path
+    heads, inner = fields.count("ssm.time_step_rank", most=MOST["num_attention_heads"]), fields.count("ssm.inner_size")
+    fields.expect("ssm.group_count", 0, 1)  # all heads share B and C
+    if inner != heads * config["head_dim"]:
+        raise ModelError(
+            f"{path}: ssm.inner_size is {inner}, and {heads} heads (ssm.time_step_rank) of {config['head_dim']} "
+            f"(attention.key_length) are {heads * config['head_dim']}"
+        )
+    found = fields.integers("attention.head_count_kv", config["num_key_value_heads"])
+    attends = [bool(each) for each in found] if isinstance(found, list) else [bool(found)] * count
+    steps = (step for step in range(2, 2 * count + 1) if plamo2.attends(count, step) == attends)
+    if (step := next(steps, None)) is None:
+        layers = [index for index, each in enumerate(attends) if each]
+        raise ModelError(f"{path}: layers {layers} of {count} attend (attention.head_count_kv), which do not recur")
+    return {
+        "hidden_size_per_head": config["head_dim"],
+        "mamba_num_heads": heads,
+        "mamba_d_state": fields.count("ssm.state_size"),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_step": step,
+    }
+
+
 NEMOTRON_LAYERS = {"mamba": "ssm_in", "attention": "attn_q", "moe": "ffn_gate_inp"}
 """Kinds of Nemotron-H's layers with a tensor that each alone has."""
 GRANITE_SHARED = {
@@ -324,6 +350,7 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
             routes_in_groups=True,
             gating=(0, SIGMOID),
         ),
+        "plamo2": _hybrid("Plamo2ForCausalLM", "plamo2", key_heads_differ=True, extra=_plamo2, offset_norms=True),
         "qwen3next": _hybrid_mixture(
             "Qwen3NextForCausalLM", "qwen3_next", extra=_delta, offset_norms=True, always_renormalises=True
         ),
