@@ -150,7 +150,7 @@ def cache_groups(
     reads those after it, prompts are computed whole, and all layers are one group.
 
     element_bytes: of cached keys and values, for which the number of a state's pages is chosen; with others a part of
-    the pages is wasted."""
+    the pages is wasted. Raises ModelError if no layer keeps anything."""
     if not spec.is_causal:
         return ONE_GROUP
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
@@ -166,6 +166,10 @@ def cache_groups(
     kinds = [spec.layers[index].mixer.cache_kind if windows_apart else "" for index in sizes]
     found = group_layers([each if each and each < longest else None for each in windows], list(sizes.values()), kinds)
     groups = tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in found)
+    if not spec.has_states and not groups:
+        raise ModelError(
+            f"no layer of this {spec.architecture} reads other tokens; at least one must have attention or keep a state"
+        )
     if not spec.has_states:
         return groups
     kept = zip(caches, spec.own_states(tp_size), strict=True)
@@ -340,7 +344,7 @@ class _Memory:
         return self.of_key[key]
 
     def _make(self, size: int, dtype: torch.dtype) -> Tensor:
-        if torch.device(self._device).type != "cpu":
+        if torch.device(self._device).type != "cpu" or not size:  # of a stage whose layers keep nothing
             return torch.zeros(size, dtype=dtype, device=self._device)
         # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
         num_bytes = size * dtype.itemsize

@@ -201,6 +201,29 @@ def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind
     expect_answers_with_little_memory(folder, name, **ranks)
 
 
+@pytest.mark.parametrize("kinds", [("mamba", "attention", "mlp", "mlp"), ("mlp", "mlp", "mamba", "attention")])
+def test_layers_of_a_stage_may_keep_nothing(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    model = tiny_models.make(FAMILIES["nemotron_h"], layers_block_type=list(kinds))
+    model.save_pretrained(tmp_path)
+    prompts = shared_prefix(128)
+    with LLM(str(tmp_path), **TIGHT, pipeline_parallel_size=2) as llm:
+        outputs = generate_all_at_once(llm, prompts, PARAMS)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        assert answer == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "moe"])
+def test_a_model_whose_layers_all_keep_nothing_is_refused(kind: str, tmp_path: Path) -> None:
+    tiny_models.make(FAMILIES["nemotron_h"], layers_block_type=[kind] * 2).save_pretrained(tmp_path)
+    with pytest.raises(
+        HeadraceError, match="no layer of this NemotronHForCausalLM reads other tokens; at least one mus"
+    ):
+        LLM(str(tmp_path), **TIGHT)
+
+
 def test_ranks_that_cannot_have_whole_groups_of_heads_are_refused(folder: Path) -> None:
     with pytest.raises(HeadraceError, match="8 heads in 2 groups cannot be divided among 4 ranks"):
         LLM(str(saved(folder, "mamba2")), **TIGHT, tensor_parallel_size=4)
