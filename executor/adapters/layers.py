@@ -93,6 +93,9 @@ class _Mapped:
         layers, spec = self.layers, self.layers.spec
         chosen = [each for each in self.adapter.modules.values() if _is_chosen(each.name, layers.target_modules)]
         self.modules = {self._own_name(each.name): each for each in chosen}
+        if len(self.modules) < len(chosen):
+            twice = next(each.name for each in chosen if self.modules[self._own_name(each.name)] is not each)
+            raise self._error(f"{printable(twice)} is there twice, under another name too")
         held = {f"{name}.{kind}" for name in self.modules for kind in ("weight", "bias")}
         self.places = places_of(spec, frozenset((*held, f"{layers.prefix}{spec.names.embedding}.weight")))
 
@@ -387,7 +390,10 @@ class _Mapped:
         self._check_shape(name, found, shape)
 
     def _own_name(self, name: str) -> str:
-        """An adapter's name of a module as the checkpoint's, whose prefix may be another."""
+        """An adapter's name of a module as the model has it; the prefix may be another."""
+        return self.layers.spec.names.own(f"{self._with_prefix(name)}.weight").removesuffix(".weight")
+
+    def _with_prefix(self, name: str) -> str:
         names, prefix = self.layers.spec.names, self.layers.prefix
         if name.startswith(prefix) or name in names.lm_heads:
             return name

@@ -57,9 +57,7 @@ def under_own_names(spec: ArchSpec, weights: Weights) -> Weights:
     """The weights with the names that the spec's `renamed` makes of theirs. Raises ModelError if two become one."""
     sources: dict[str, str] = {}
     for name in sorted(weights.names()):
-        own = name
-        for pattern, replacement in spec.names.renamed:
-            own = re.sub(pattern, replacement, own)
+        own = spec.names.own(name)
         if own != name and (own in sources or own in weights.names()):
             raise ModelError(f"the checkpoint holds {own} twice, once as {name}")
         if own != name:

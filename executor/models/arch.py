@@ -4,6 +4,7 @@ checkpoint's config."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -262,6 +263,12 @@ class WeightNames:
     renamed: tuple[tuple[str, str], ...] = ()
     """(regular expression, replacement), by which names that checkpoints also have become those of these fields
     (`re.sub`, one after the other). Names that they make they do not change again."""
+
+    def own(self, name: str) -> str:
+        """A complete name of a checkpoint as these fields have it, by `renamed`."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name
 
     def layer(self, prefix: str, index: int) -> str:
         """The prefix of the names of a layer's weights."""

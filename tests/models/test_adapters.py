@@ -19,10 +19,12 @@ from peft_adapters import LINEARS, PeftModels
 from rank_threads import pool_for_each_rank, run_ranks
 from safetensors.torch import load_file, save_file
 from thinned import every, pairs
-from tiny_models import state_of
+from tiny_mixtures import FAMILIES as MIXTURES
+from tiny_models import TinyModel, state_of
+from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 
-from headrace import kernels
+from headrace import LLM, LoRARequest, SamplingParams, kernels
 from headrace.core.options.adapters import AdapterLimits
 from headrace.core.options.engine_options import Options
 from headrace.executor.adapters.slots import AdapterSlots
@@ -108,6 +110,25 @@ def test_factors_of_matrices_that_files_have_and_no_one_reads_are_passed_over(tm
     save_file(needless, file)
     with pytest.raises(ModelError, match=r"has no matrices that adapters change under the names model\.layers\.4"):
         slots.load(1, str(file.parent))
+
+
+@pytest.mark.parametrize(
+    "tiny", [MIXTURES["laguna"], RECURRENT["kimi_linear"], RECURRENT["glm5_next"]], ids=lambda tiny: tiny.model_class
+)
+def test_modules_that_transformers_calls_otherwise_than_files_do(tiny: TinyModel, tmp_path: Path) -> None:
+    model = tiny_models.make(tiny)
+    model.save_pretrained(tmp_path / "model")
+    models = PeftModels(model, tmp_path)
+    modules = r".*\.(self_attn\.(forget_gate\.)?|shared_experts\.)(?!kv_b)[a-z_]+_proj"
+    adapter = models.make("one", target_modules=modules)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    options = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "in_process": True}
+    with LLM(str(tmp_path / "model"), enable_lora=True, **options) as llm:
+        given = [LoRARequest("one", 1, str(adapter)), None, LoRARequest("one", 1, str(adapter)), None]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=given)
+    for prompt, output, name in zip(PROMPTS, outputs, ("one", "", "one", ""), strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == models.logits(name, prompt, answer).argmax(-1).tolist()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -32,6 +32,11 @@ NAMES = WeightNames(
     expert_gate="w1",
     expert_up="w3",
     expert_down="w2",
+    # As transformers' modules are called, whose own files have the publisher's names.
+    renamed=(
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),
+        (r"\.mlp\.shared_experts\.", ".block_sparse_moe.shared_experts."),
+    ),
 )
 DELTA = DeltaNames(
     query="q_proj",
