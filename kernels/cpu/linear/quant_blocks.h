@@ -268,7 +268,8 @@ struct RegisterTiles {
 };
 #undef HEADRACE_PRODUCT
 
-constexpr int kLeastRegisterRows = 6;  // with fewer, what does not depend on their number takes longer
+// With fewer, what does not depend on their number takes longer than the products of all in vector registers.
+constexpr int kLeastRegisterRows = 12;
 #endif
 
 // sums [num_rows, kPanelRows] = x times the panel, of up to kQuantTileRows rows.
