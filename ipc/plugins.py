@@ -58,12 +58,17 @@ T = TypeVar("T")
 
 def plugins() -> dict[str, EntryPoint]:
     """Installed plugins by name. Raises OptionError if two packages use the same name."""
+    return _by_name(GROUP, "plugin")
+
+
+def _by_name(group: str, what: str) -> dict[str, EntryPoint]:
+    """What is installed under the group, sorted by name. Raises OptionError if two packages use the same name."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(_installed(GROUP), key=lambda entry: entry.name):
+    for entry in sorted(_installed(group), key=lambda entry: entry.name):
         other = found.setdefault(entry.name, entry)
         if other != entry:
             raise OptionError(
-                f"two packages have a plugin {entry.name}: {_package(other)} and {_package(entry)}; uninstall one"
+                f"two packages have a {what} {entry.name}: {_package(other)} and {_package(entry)}; uninstall one"
             )
     return found
 
@@ -83,13 +88,13 @@ def logits_processor_entries() -> list[EntryPoint]:
 
 
 def step_feature_entries() -> list[EntryPoint]:
-    """Installed step features, sorted by name."""
-    return sorted(_installed(STEP_FEATURES_GROUP), key=lambda entry: entry.name)
+    """Installed step features, sorted by name. Raises OptionError if two packages use the same name."""
+    return list(_by_name(STEP_FEATURES_GROUP, "step feature").values())
 
 
 def step_handler_entries() -> list[EntryPoint]:
-    """Installed handlers of steps' attachments, sorted by name."""
-    return sorted(_installed(STEP_HANDLERS_GROUP), key=lambda entry: entry.name)
+    """Installed handlers of attachments, sorted by name. Raises OptionError if two packages use the same name."""
+    return list(_by_name(STEP_HANDLERS_GROUP, "step handler").values())
 
 
 def row_input_entries() -> list[EntryPoint]:
@@ -97,14 +102,14 @@ def row_input_entries() -> list[EntryPoint]:
     return sorted(_installed(ROW_INPUTS_GROUP), key=lambda entry: entry.name)
 
 
-def cache_kind_entries() -> list[EntryPoint]:
-    """Installed kinds of cache groups, sorted by name."""
-    return sorted(_installed(CACHE_KINDS_GROUP), key=lambda entry: entry.name)
+def cache_kind_entries() -> dict[str, EntryPoint]:
+    """Installed kinds of cache groups by name. Raises OptionError if two packages use the same name."""
+    return _by_name(CACHE_KINDS_GROUP, "cache kind")
 
 
 def lora_resolver_entries() -> list[EntryPoint]:
-    """Installed resolvers of LoRA adapters, sorted by name."""
-    return sorted(_installed(LORA_RESOLVERS_GROUP), key=lambda entry: entry.name)
+    """Installed resolvers of LoRA adapters, sorted by name. Raises OptionError if two packages use the same name."""
+    return list(_by_name(LORA_RESOLVERS_GROUP, "LoRA resolver").values())
 
 
 def _installed(group: str) -> list[EntryPoint]:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from headrace.ipc.codec import DTYPES, Tensor
-from headrace.ipc.failure import OptionError, let_interrupts_pass
+from headrace.ipc.failure import InconsistentError, OptionError, let_interrupts_pass
 from headrace.ipc.plugins import made, row_input_entries
 from headrace.ipc.ranges import INT32, Longest, Range
 
@@ -172,6 +172,8 @@ def input_kinds() -> Mapping[str, InputKind]:
     found = dict[str, InputKind]()
     installed = [made(entry, "row input", InputKind) for entry in row_input_entries()]  # type: ignore[type-abstract]
     for kind in (*_OWN, *installed):
+        if not isinstance(getattr(kind, "name", None), str):
+            raise OptionError(f"the row input {_class_name(kind)} has no `name`; it must be text")
         if found.setdefault(kind.name, kind) is not kind:
             raise OptionError(f"two kinds of row inputs are called {kind.name}; uninstall one's package")
     return types.MappingProxyType(found)
@@ -179,7 +181,38 @@ def input_kinds() -> Mapping[str, InputKind]:
 
 def kinds_of(architecture: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the kinds that a model with this config takes."""
-    return tuple(sorted(name for name, kind in input_kinds().items() if kind.is_for(architecture, config)))
+    return tuple(sorted(name for name, kind in input_kinds().items() if _is_for(kind, architecture, config)))
+
+
+def _is_for(kind: InputKind, architecture: str, config: Mapping[str, Any]) -> bool:
+    try:
+        return bool(kind.is_for(architecture, config))
+    except BaseException as error:
+        let_interrupts_pass(error)
+        raise OptionError(f"the row input {kind.name}, {_class_name(kind)}, failed in is_for: {error!r}") from error
+
+
+def _class_name(kind: InputKind) -> str:
+    return f"{type(kind).__module__}.{type(kind).__qualname__}"
+
+
+def values_of(given: RowInput, first: int, last: int) -> Tensor:
+    """`InputKind.values` of the input's kind. Raises InconsistentError if it fails or makes other than so many rows,
+    which would stand at positions of other requests."""
+    kind = input_kinds()[given.kind]
+    where = f"the row input {kind.name}, {_class_name(kind)}, failed in values for the positions [{first}, {last})"
+    try:
+        found: Any = kind.values(given, first, last)
+    except BaseException as error:
+        let_interrupts_pass(error)
+        raise InconsistentError(f"{where}: {error!r:.200}") from error
+    is_rows = isinstance(found, Tensor) and len(found.shape) == 2 and found.dtype in FLOATS
+    if not is_rows or found.shape[0] != last - first:
+        raise InconsistentError(
+            f"{where}: it returned {found!r:.100}; expected: {last - first} rows of one of {', '.join(FLOATS)}"
+        )
+    values: Tensor = found
+    return values
 
 
 def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int, dtype: str) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.ipc.codec import Tensor
-from headrace.ipc.row_inputs import RowInput, input_kinds
+from headrace.ipc.row_inputs import RowInput, values_of
 from headrace.ipc.step import NewRow, StepPlan
 
 
@@ -23,7 +23,7 @@ class PlacedInput(NamedTuple):
 
     def values(self) -> Tensor:
         """[last - first, embedding width] of a float type"""
-        return input_kinds()[self.source.kind].values(self.source, self.first, self.last)
+        return values_of(self.source, self.first, self.last)
 
 
 class InputColumns:

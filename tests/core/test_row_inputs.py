@@ -14,12 +14,13 @@ from engine_parts import SteppedCore
 from test_steady import Noting
 
 from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.step.row_inputs import PlacedInput
 from headrace.executor.testing.null import INPUT_WIDTH
 from headrace.frontend.request.embeds import cut
 from headrace.ipc import plugins
 from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.codec import Codec, Tensor
-from headrace.ipc.failure import InvalidRequestError, OptionError
+from headrace.ipc.failure import InconsistentError, InvalidRequestError, OptionError
 from headrace.ipc.messages import (
     AddRequest,
     ClientMessage,
@@ -30,7 +31,7 @@ from headrace.ipc.messages import (
     Sampling,
 )
 from headrace.ipc.prefix_names import PrefixKey, chunk_tokens, prefix_names
-from headrace.ipc.row_inputs import HASH_BYTES, RowInput, hashes_of, input_kinds, prompt_embeds_input
+from headrace.ipc.row_inputs import HASH_BYTES, RowInput, hashes_of, input_kinds, kinds_of, prompt_embeds_input
 from headrace.ipc.step import NewRow, StepPlan
 
 SOFT = '''
@@ -283,3 +284,45 @@ def test_a_kind_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         monkeypatch.undo()
         forget_installed()
+
+
+@pytest.mark.usefixtures("soft")
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (rows(4), r"it returned .*; expected: 3 rows of one of float32"),
+        (rows(1), r"it returned .*; expected: 3 rows of one of float32"),
+        (Tensor("int32", (3, 1), memoryview(bytes(12))), r"it returned .*; expected: 3 rows of one of float32"),
+        (None, r"it returned None; expected: 3 rows"),
+        (ZeroDivisionError("lab"), r"ZeroDivisionError\('lab'\)"),
+    ],
+)
+def test_rows_that_would_stand_in_the_place_of_others_are_refused_by_their_kinds_name(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, why: str
+) -> None:
+    def values(*_: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(type(input_kinds()["soft"]), "values", values)
+    placed = PlacedInput(0, soft_input(0, 9), 2, 5)
+    with pytest.raises(
+        InconsistentError, match=rf"row input soft, lab_inputs.Soft, failed in values for .* \[2, 5\): {why}"
+    ):
+        placed.values()
+
+
+@pytest.mark.usefixtures("soft")
+def test_a_kind_that_cannot_say_which_models_it_is_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(input_kinds()["seen"]), "is_for", lambda *_: {}["vision"])
+    with pytest.raises(OptionError, match=r"row input seen, lab_inputs.Seen, failed in is_for: KeyError\('vision'\)"):
+        kinds_of("LlamaForCausalLM", {})
+
+
+@pytest.mark.usefixtures("soft")
+def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(input_kinds()["soft"]), "name")
+    input_kinds.cache_clear()
+    with pytest.raises(OptionError, match=r"row input lab_inputs\.Soft has no `name`; it must be text"):
+        input_kinds()

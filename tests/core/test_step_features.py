@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import installed_packages
 import msgspec
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.repeated_decode import ContinuedDecode
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.testing.null import NullExecutor
+from headrace.ipc import plugins
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import FinishReason
@@ -349,6 +351,16 @@ def test_a_rank_that_does_not_read_a_kind_refuses_the_plan_in_words(rank: Any) -
 def test_a_step_feature_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, f"marks = {__name__}:Marks", monkeypatch)
     with pytest.raises(OptionError, match=r"the step feature marks, test_step_features:Marks, .* derived from"):
+        features_of(make_plan()[0])
+
+
+def test_a_name_that_two_packages_give_their_features_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, f"marks = {__name__}:Marking", monkeypatch)
+    installed_packages.install(tmp_path, "other", f"[headrace.step_features]\nmarks = {__name__}:Guessing\n", files={})
+    plugins._installed_on.cache_clear()
+    with pytest.raises(OptionError, match=r"two packages have a step feature marks: .*lab.*other|.*other.*lab"):
         features_of(make_plan()[0])
 
 

@@ -12,6 +12,9 @@ import pytest
 import tiny_models
 from installed_packages import install
 
+from headrace.core.schedule.groups.group import class_of
+from headrace.ipc.failure import OptionError
+
 ENTRY_POINTS = """
 [headrace.plugins]
 chunked = chunked_family:CHUNKED
@@ -167,3 +170,21 @@ def test_a_cache_kind_that_nothing_registers_is_named(model: Path, installed: Pa
     assert done.returncode
     assert "cache kind 'crumbs'" in done.stderr
     assert "chunks, full, sliding_window, state" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["full", "chunks"])
+def test_a_cache_kind_under_a_name_that_is_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = "headrace.core.schedule.groups.window"
+    entries = f"[headrace.cache_kinds]\n{name} = {module}:WindowBlocks\n"
+    install(tmp_path, "one", entries, {})
+    if name == "chunks":
+        install(tmp_path, "other", entries.replace("WindowBlocks", "GroupBlocks"), {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = {
+        "full": f"the cache kind full, {module}:WindowBlocks, has the name of headrace.*; it must have one of its own",
+        "chunks": "two packages have a cache kind chunks: ",
+    }
+    with pytest.raises(OptionError, match=words[name]):
+        class_of(name)

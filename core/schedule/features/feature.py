@@ -100,7 +100,8 @@ class StepFeature:
     attaches: ClassVar[tuple[type[Attachment], ...]] = ()
     """The kinds of attachments that its plans may carry."""
     drafter: Drafter | None = None
-    """Draft tokens that this feature can predict. They are tried before those of other drafters."""
+    """Draft tokens that this feature can predict. They are tried before those of other drafters. Of this drafter only
+    `wants`, `look_up`, `propose` and `judged` are called: the feature's own hooks see plans, results and rows."""
 
     def bind(self, context: Context) -> None:
         """Called once, before any other hook."""

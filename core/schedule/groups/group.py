@@ -135,13 +135,21 @@ def group_kind(name: str) -> Callable[[K], K]:
 
 
 def class_of(kind: str) -> type[GroupBlocks]:
-    """The class of a kind of cache groups. Raises OptionError if none is registered or installed under this name."""
-    if kind in KINDS:
-        return KINDS[kind]
-    entries = {entry.name: entry for entry in cache_kind_entries()}
-    if kind not in entries:
+    """The class of a kind of cache groups. Raises OptionError if none is registered or installed under this name, or
+    two are."""
+    entries, registered = cache_kind_entries(), KINDS.get(kind)
+    entry = entries.get(kind)
+    if entry is None:
+        if registered is not None:
+            return registered
         raise OptionError(
             f"the model's layers have the cache kind {kind!r}, which nothing registers; there are "
             f"{', '.join(sorted({*KINDS, *entries}))}"
         )
-    return installed_class(entries[kind], "cache kind", GroupBlocks)
+    found = installed_class(entry, "cache kind", GroupBlocks)
+    if registered is not None and registered is not found:
+        raise OptionError(
+            f"the cache kind {kind}, {entry.value}, has the name of {registered.__module__}.{registered.__qualname__}; "
+            "it must have one of its own"
+        )
+    return found
