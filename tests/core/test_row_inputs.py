@@ -315,7 +315,10 @@ def test_rows_that_would_stand_in_the_place_of_others_are_refused_by_their_kinds
 
 @pytest.mark.usefixtures("soft")
 def test_a_kind_that_cannot_say_which_models_it_is_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(input_kinds()["seen"]), "is_for", lambda *_: {}["vision"])
+    def is_for(*_: Any) -> bool:
+        raise KeyError("vision")
+
+    monkeypatch.setattr(type(input_kinds()["seen"]), "is_for", is_for)
     with pytest.raises(OptionError, match=r"row input seen, lab_inputs.Seen, failed in is_for: KeyError\('vision'\)"):
         kinds_of("LlamaForCausalLM", {})
 
