@@ -246,16 +246,9 @@ def main() -> None:
         write_all(arguments.shape, Path(at))
         results: dict[str, Any] = {}
         for name in (each for each in arguments.only if each in pythons):
-            command = [
-                str(pythons[name]),
-                str(Path(__file__).absolute()),
-                "--engine",
-                name,
-                at,
-                "--rounds",
-                str(arguments.rounds),
-            ]
-            command += ["--share", str(arguments.share)]
+            script = str(Path(__file__).absolute())
+            command = [str(pythons[name]), script, "--engine", name, at]
+            command += ["--rounds", str(arguments.rounds), "--share", str(arguments.share)]
             environment = dict(os.environ)
             if name == "vllm":
                 environment |= vllm_peer.settings(pythons[name].parents[1])
