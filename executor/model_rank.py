@@ -123,8 +123,10 @@ class ModelRank(Rank):
         assert self._plan is not None, "load comes first"
         return self._plan
 
-    def handle_attachments(self, batch: BatchState, cache: Any) -> None:
-        """Lets handlers of other packages take part in steps, before the first one. Raises OptionError."""
+    def bind_packages(self, batch: BatchState, cache: Any) -> None:
+        """Lets handlers and row inputs of other packages take part in steps, before the first one. Raises
+        OptionError."""
+        batch.inputs.bind(self.found.spec.embedding_width, self._place)
         batch.handlers.install(self._handlers, RankParts(batch, cache, self._place))
 
     def set_up(self, batch: BatchState) -> Pooler | None:

@@ -93,7 +93,8 @@ class InputKind(ABC):
     @abstractmethod
     def values(self, given: RowInput, first: int, last: int) -> Tensor:
         """[last - first, width] of one of FLOATS: what takes the place of the token embeddings at these of the input's
-        positions, 0 being `given.start`. Must depend only on what `given.hashes` has of each position."""
+        positions, 0 being `given.start`. Must depend only on what `given.hashes` has of each position. Where it raises,
+        or returns something else, the request fails, and no other."""
 
 
 _OWN = list[InputKind]()
@@ -196,9 +197,9 @@ def _class_name(kind: InputKind) -> str:
     return f"{type(kind).__module__}.{type(kind).__qualname__}"
 
 
-def values_of(given: RowInput, first: int, last: int) -> Tensor:
-    """`InputKind.values` of the input's kind. Raises InconsistentError if it fails or makes other than so many rows,
-    which would stand at positions of other requests."""
+def values_of(given: RowInput, first: int, last: int, width: int) -> Tensor:
+    """`InputKind.values` of the input's kind. Raises InconsistentError if it fails or makes other than so many rows of
+    this width, which would stand at positions of other requests, or at several of one."""
     kind = input_kinds()[given.kind]
     where = f"the row input {kind.name}, {_class_name(kind)}, failed in values for the positions [{first}, {last})"
     try:
@@ -206,13 +207,11 @@ def values_of(given: RowInput, first: int, last: int) -> Tensor:
     except BaseException as error:
         let_interrupts_pass(error)
         raise InconsistentError(f"{where}: {error!r:.200}") from error
-    is_rows = isinstance(found, Tensor) and len(found.shape) == 2 and found.dtype in FLOATS
-    if not is_rows or found.shape[0] != last - first:
+    if not isinstance(found, Tensor) or found.shape != (last - first, width) or found.dtype not in FLOATS:
         raise InconsistentError(
-            f"{where}: it returned {found!r:.100}; expected: {last - first} rows of one of {', '.join(FLOATS)}"
+            f"{where}: it returned {found!r:.100}; expected: [{last - first}, {width}] of one of {', '.join(FLOATS)}"
         )
-    values: Tensor = found
-    return values
+    return found
 
 
 def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int, dtype: str) -> str:

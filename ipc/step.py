@@ -315,6 +315,42 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     get = _attachment_of
 
+    def only(self, which: Callable[[np.ndarray], np.ndarray]) -> StepResult:
+        """The result of the rows that `which` marks: [n] rows -> [n] bool."""
+        stays = which(self.rows)
+        if not (self.prompt_logprobs or self.failures or self.vectors) and stays.all():
+            return self
+        counts, kept = self.counts, stays
+        if counts is not None:
+            kept, counts = np.repeat(stays, counts), counts[stays]
+        indices, logprobs = select_logprobs(self.logprob_indices, self.logprobs, kept)
+
+        def is_marked(row: int) -> bool:
+            return bool(which(np.array([row]))[0])
+
+        return msgspec.structs.replace(
+            self,
+            rows=self.rows[stays],
+            token_ids=self.token_ids[kept],
+            counts=counts,
+            attachments=tuple(each.select(stays) for each in self.attachments),
+            logprob_indices=indices,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(run for run in self.prompt_logprobs if is_marked(run.row)),
+            vectors=self.vectors and self.vectors.select(which(self.vectors.rows)),
+            failures=tuple(failure for failure in self.failures if is_marked(failure.row)),
+        )
+
+
+def select_logprobs(
+    indices: np.ndarray | None, logprobs: LogprobRows | None, kept: np.ndarray
+) -> tuple[np.ndarray | None, LogprobRows | None]:
+    """What is left of logprobs, one for each of the tokens at indices [num_logprob_rows], once only the tokens that
+    kept [num_tokens] bool marks are left; indices drop by the number of other tokens before them."""
+    if indices is None or logprobs is None or not (chosen := kept[indices]).any():
+        return None, None
+    return (np.cumsum(kept, dtype=np.int32) - np.int32(1))[indices[chosen]], logprobs.select(chosen)
+
 
 def nth_of_each(counts: np.ndarray) -> np.ndarray:
     """[sum of counts]: 0, 1 ... counts[i] - 1 for each i of counts [n], one run after another."""

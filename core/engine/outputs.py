@@ -17,7 +17,7 @@ from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, InconsistentError
 from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs, Vectors
-from headrace.ipc.step import PooledRows, StepPlan, StepResult, nth_of_each
+from headrace.ipc.step import PooledRows, StepPlan, StepResult, nth_of_each, select_logprobs
 
 
 class StepEvents:
@@ -42,29 +42,7 @@ class StepEvents:
 
 def drop_departed(result: StepResult, table: RowTable) -> StepResult:
     """Removes from a result the rows whose request finished or was aborted after the step was planned."""
-    there = table.still_there(result.rows, result.step)
-    if not (result.prompt_logprobs or result.failures or result.vectors) and there.all():
-        return result
-    counts, kept = result.counts, there
-    if counts is not None:
-        kept, counts = np.repeat(there, counts), counts[there]
-    indices, logprobs = logprobs_of_kept(result, kept)
-
-    def is_there(row: int) -> bool:
-        return bool(table.still_there(np.array([row]), result.step)[0])
-
-    return msgspec.structs.replace(
-        result,
-        rows=result.rows[there],
-        token_ids=result.token_ids[kept],
-        counts=counts,
-        attachments=tuple(each.select(there) for each in result.attachments),
-        logprob_indices=indices,
-        logprobs=logprobs,
-        prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),
-        vectors=result.vectors and result.vectors.select(table.still_there(result.vectors.rows, result.step)),
-        failures=tuple(failure for failure in result.failures if is_there(failure.row)),
-    )
+    return result.only(lambda rows: table.still_there(rows, result.step))
 
 
 LogprobsOfTokens = tuple[np.ndarray | None, LogprobRows | None]
@@ -75,13 +53,9 @@ NO_LOGPROBS: LogprobsOfTokens = (None, None)
 def logprobs_of_kept(result: StepResult, kept: np.ndarray | None) -> LogprobsOfTokens:
     """A result's log-probabilities for the tokens in `kept`, [num_tokens] bool, with token indices among those kept.
     kept None: all tokens."""
-    indices, logprobs = result.logprob_indices, result.logprobs
-    if kept is None or logprobs is None or indices is None:
-        return indices, logprobs
-    chosen = kept[indices]
-    if not chosen.any():
-        return None, None
-    return (np.cumsum(kept, dtype=np.int32) - 1)[indices[chosen]].astype(np.int32), logprobs.select(chosen)
+    if kept is None:
+        return result.logprob_indices, result.logprobs
+    return select_logprobs(result.logprob_indices, result.logprobs, kept)
 
 
 def finish_of(

@@ -135,7 +135,7 @@ class CpuRank(ModelRank):
         ends, pages = plan.model.eos_token_ids, groups[-1].pages
         back = model.spec.lookback
         batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, ends, cache.factors, pages, back)
-        self.handle_attachments(batch, cache)
+        self.bind_packages(batch, cache)
         self._runner = self._make_runner(model, batch)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # now, so that the first request need not wait for it

@@ -172,7 +172,7 @@ class ModelRunner:
         result = assemble(plan, new, times_s, prompts)
         if self._pooler is not None:
             result = self._pooler.added_to(result)
-        return self._batch.handlers.end(plan, result) if plan.attachments else result
+        return self._batch.ended(plan, result)
 
 
 _NOTHING = Sampled(np.zeros(0, np.int32), {})

@@ -147,7 +147,7 @@ class GpuRank(ModelRank):
             limits = runner_limits(plan, max_model_len, cache)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            self.handle_attachments(self._steps.batch, cache)
+            self.bind_packages(self._steps.batch, cache)
             self.set_up(self._steps.batch)
             self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._find_weights)
         self._decoder = None  # owned by the residency from now on, which may replace it

@@ -164,9 +164,7 @@ class GpuRunner:
             times = self._clock.times(step.began, step.done, waits)
             if len(step.plan.rows):
                 step.times_s = times
-            result = self._in_flight.popleft().result()
-            if step.plan.attachments:
-                result = self.batch.handlers.end(step.plan, result)
+            result = self.batch.ended(step.plan, self._in_flight.popleft().result())
         self.times.collected(result)
         return result
 

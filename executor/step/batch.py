@@ -19,7 +19,7 @@ from headrace.executor.step.own_handlers import KeepingSnapshots, Masking, Putti
 from headrace.executor.step.row_inputs import InputColumns, PlacedInput
 from headrace.executor.step.states import RowStates, StateArrays
 from headrace.executor.step.verification import SampledPositions
-from headrace.ipc.step import NewRow, StepPlan, nth_of_each
+from headrace.ipc.step import NewRow, StepPlan, StepResult, nth_of_each
 
 _NONE = np.zeros(0, np.int32)
 
@@ -125,6 +125,11 @@ class BatchState:
             self.states_of_step = self._states.advance(plan)
         if plan.attachments:
             self.handlers.begin(plan)
+
+    def ended(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result of a step with what inputs and attachments add to it. Called on every result of the last stage."""
+        result = self.inputs.failing(result)
+        return self.handlers.end(plan, result) if plan.attachments else result
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Appends counts [n] sampled tokens each to distinct rows [n], in row order; without counts one each."""

@@ -11,7 +11,7 @@ from headrace.executor.sampling.sampler import Sampled, row_failure
 from headrace.executor.step.prompt_logprobs import PromptReport
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.messages import LogprobRows
-from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
+from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, select_logprobs
 
 
 class AddedTokens(msgspec.Struct, frozen=True):
@@ -58,16 +58,6 @@ class AddedTokens(msgspec.Struct, frozen=True):
             logprob_indices=indices,
             logprobs=logprobs,
         )
-
-
-def select_logprobs(
-    indices: np.ndarray | None, logprobs: LogprobRows | None, kept: np.ndarray
-) -> tuple[np.ndarray | None, LogprobRows | None]:
-    """What is left of logprobs, one for each of the tokens at indices [num_logprob_rows], once only the tokens that
-    kept [num_tokens] bool marks are left; indices drop by the number of other tokens before them."""
-    if indices is None or logprobs is None or not (chosen := kept[indices]).any():
-        return None, None
-    return (np.cumsum(kept, dtype=np.int32) - np.int32(1))[indices[chosen]], logprobs.select(chosen)
 
 
 def assemble(

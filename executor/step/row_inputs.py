@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure, InconsistentError
 from headrace.ipc.row_inputs import RowInput, values_of
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import NewRow, RowFailure, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class PlacedInput(NamedTuple):
@@ -20,17 +27,27 @@ class PlacedInput(NamedTuple):
     first: int
     """[first, last): positions of the input."""
     last: int
+    row: int
+    step: int
+    columns: InputColumns
 
     def values(self) -> Tensor:
         """[last - first, embedding width] of a float type"""
-        return values_of(self.source, self.first, self.last)
+        return self.columns.values(self)
 
 
 class InputColumns:
-    """The inputs of each row that has any, until its request leaves."""
+    """The inputs of each row that has any, until its request leaves. An input whose kind fails ends its request."""
 
     def __init__(self) -> None:
         self._by_row: dict[int, tuple[RowInput, ...]] = {}
+        self._width, self._place = 0, RankCoordinates()
+        self._failed: dict[int, dict[int, str]] = {}  # step -> row -> why its request cannot go on
+        self._told: set[str] = set()
+
+    def bind(self, width: int, place: RankCoordinates) -> None:
+        """width: of the model's embeddings."""
+        self._width, self._place = width, place
 
     def enter(self, new: NewRow) -> None:
         if new.inputs:
@@ -52,5 +69,38 @@ class InputColumns:
                 first, last = max(begin, each.start), min(end, each.end)
                 if first < last:
                     at = first_token + first - begin
-                    found.append(PlacedInput(at, each, first - each.start, last - each.start))
+                    row = int(plan.rows[index])
+                    found.append(PlacedInput(at, each, first - each.start, last - each.start, row, plan.step, self))
         return tuple(found)
+
+    def values(self, placed: PlacedInput) -> Tensor:
+        """[placed.last - placed.first, width] of a float type. Where the input's kind fails, the rank that replies
+        computes the step with zeros and says so in its result (`failing`). On another rank the row becomes not finite,
+        which that rank's result tells, too."""
+        try:
+            return values_of(placed.source, placed.first, placed.last, self._width)
+        except InconsistentError as error:
+            if placed.source.kind not in self._told:
+                self._told.add(placed.source.kind)
+                logger.exception("an input cannot be computed; its request ends")
+            if self._place.is_last_stage:
+                self._failed.setdefault(placed.step, {}).setdefault(placed.row, str(error))
+            instead = np.float32(0.0 if self._place.replies else np.nan)
+            return Tensor.from_numpy(np.full((placed.last - placed.first, self._width), instead))
+
+    def failing(self, result: StepResult) -> StepResult:
+        """The result of a step with failures in the place of rows whose inputs could not be computed."""
+        failed = self._failed.pop(result.step, None) if self._failed else None
+        if failed is None:
+            return result
+        others = result.only(lambda rows: ~np.isin(rows, list(failed)))
+        failures = tuple(
+            RowFailure(
+                row=row,
+                failure=Failure(
+                    message=f"the request cannot go on: {why}", type="RowInputError", pid=os.getpid(), phase="step"
+                ),
+            )
+            for row, why in failed.items()
+        )
+        return msgspec.structs.replace(others, failures=(*others.failures, *failures))

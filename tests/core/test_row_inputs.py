@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,15 @@ import pytest
 from engine_parts import SteppedCore
 from test_steady import Noting
 
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.step.row_inputs import PlacedInput
+from headrace.executor.step.row_inputs import InputColumns, PlacedInput
 from headrace.executor.testing.null import INPUT_WIDTH
 from headrace.frontend.request.embeds import cut
 from headrace.ipc import plugins
 from headrace.ipc.adapters import KeyAdapter
 from headrace.ipc.codec import Codec, Tensor
-from headrace.ipc.failure import InconsistentError, InvalidRequestError, OptionError
+from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import (
     AddRequest,
     ClientMessage,
@@ -32,7 +34,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.prefix_names import PrefixKey, chunk_tokens, prefix_names
 from headrace.ipc.row_inputs import HASH_BYTES, RowInput, hashes_of, input_kinds, kinds_of, prompt_embeds_input
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 SOFT = '''
 import numpy as np
@@ -290,10 +292,11 @@ def test_a_kind_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (rows(4), r"it returned .*; expected: 3 rows of one of float32"),
-        (rows(1), r"it returned .*; expected: 3 rows of one of float32"),
-        (Tensor("int32", (3, 1), memoryview(bytes(12))), r"it returned .*; expected: 3 rows of one of float32"),
-        (None, r"it returned None; expected: 3 rows"),
+        (rows(4), r"it returned .*; expected: \[3, 64\] of one of float32"),
+        (rows(1), r"it returned .*; expected: \[3, 64\] of one of float32"),
+        (Tensor("int32", (3, 1), memoryview(bytes(12))), r"it returned .*; expected: \[3, 64\] of one of float32"),
+        (rows(3, width=1), r"it returned .*; expected: \[3, 64\] of one of float32"),
+        (None, r"it returned None; expected: \[3, "),
         (ZeroDivisionError("lab"), r"ZeroDivisionError\('lab'\)"),
     ],
 )
@@ -306,11 +309,17 @@ def test_rows_that_would_stand_in_the_place_of_others_are_refused_by_their_kinds
         return answer
 
     monkeypatch.setattr(type(input_kinds()["soft"]), "values", values)
-    placed = PlacedInput(0, soft_input(0, 9), 2, 5)
-    with pytest.raises(
-        InconsistentError, match=rf"row input soft, lab_inputs.Soft, failed in values for .* \[2, 5\): {why}"
-    ):
-        placed.values()
+    columns = InputColumns()
+    columns.bind(INPUT_WIDTH, RankCoordinates())
+    assert PlacedInput(0, soft_input(0, 9), 2, 5, 3, 7, columns).values().shape == (3, INPUT_WIDTH)
+    result = StepResult(step=7, rows=np.array([1, 3, 4], np.int32), token_ids=np.array([10, 11, 12], np.int32))
+    failing = columns.failing(result)
+    assert (failing.rows.tolist(), failing.token_ids.tolist()) == ([1, 4], [10, 12])
+    ((row, failure),) = [(each.row, each.failure) for each in failing.failures]
+    assert row == 3
+    where = rf"row input soft, lab_inputs.Soft, failed in values for .* \[2, 5\): {why}"
+    assert re.search(where, failure.message)
+    assert columns.failing(result) is result, "the step is over"
 
 
 @pytest.mark.usefixtures("soft")

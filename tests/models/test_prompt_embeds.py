@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 
-from headrace import LLM, InvalidRequestError, SamplingParams
+from headrace import LLM, InvalidRequestError, RequestOutput, SamplingParams
 from headrace.frontend.request.embeds import tensor_of
-from headrace.ipc.failure import OptionError
-from headrace.ipc.row_inputs import first_not_finite
+from headrace.ipc.codec import Tensor as Values
+from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.row_inputs import PromptEmbeds, RowInput, first_not_finite, prompt_embeds_input
 
 __all__ = ["pool_for_each_rank"]
 ENGINE: dict[str, Any] = {
@@ -61,7 +64,10 @@ def table_of(folder: str) -> Tensor:
 
 def heard(llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list[Any]:
     """Tokens and log-probabilities, which are compared exactly."""
-    outputs = generate_all_at_once(llm, prompts, [params] * len(prompts))
+    return compared(generate_all_at_once(llm, prompts, [params] * len(prompts)))
+
+
+def compared(outputs: list[RequestOutput]) -> list[Any]:
     return [
         [(each.token_ids, [{id: value.logprob for id, value in row.items()} for row in each.logprobs or ()])]
         for output in outputs
@@ -171,6 +177,47 @@ def test_prefixes_are_shared_among_equal_embeddings_alone(folders: Path) -> None
         assert cached(llm, {"prompt_token_ids": [0] * 24}) == 0
         assert cached(llm, {"prompt_embeds": table[ids].numpy()[:13]}) == 12
         assert cached(llm, {"prompt_token_ids": ids}) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, r"the row input prompt_embeds, .*PromptEmbeds, failed in values for the positions \[.*ZeroDivisionError"),
+        ({"tensor_parallel_size": 2, **THREADS}, "failed in values for the positions"),
+        ({"pipeline_parallel_size": 2, **THREADS}, "highest logit is nan"),  # known to the first stage
+    ],
+)
+def test_a_kind_that_fails_ends_its_request_alone_and_leaves_nothing_in_the_cache(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str
+) -> None:
+    folder = checkpoint(folders)
+    table = table_of(folder)
+    poor = table[PROMPTS[6]].clone()
+    poor[0, 0] = 0.5
+    content, own = prompt_embeds_input(tensor_of(poor)).tensors, PromptEmbeds.values
+
+    def values(kind: PromptEmbeds, given: RowInput, first: int, last: int) -> Values:
+        if given.tensors == content and last > 20:  # not at the first position, which the core looks at
+            raise ZeroDivisionError("lab")
+        return own(kind, given, first, last)
+
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS[:4]]
+    with LLM(folder, **ENGINE | options) as llm:
+        expected = heard(llm, prompts)
+        monkeypatch.setattr(PromptEmbeds, "values", values)
+        llm.pause_generation("keep", clear_cache=False)
+        with ThreadPoolExecutor(2) as pool:
+            failing = pool.submit(llm.generate, {"prompt_embeds": poor}, GREEDY, use_tqdm=False)
+            others = pool.submit(llm.generate, prompts, GREEDY, use_tqdm=False)
+            while llm.get_stats().num_waiting < 5:
+                time.sleep(0.001)
+            llm.resume_generation()
+            with pytest.raises(HeadraceError, match=why):
+                failing.result()
+            assert compared(others.result()) == expected
+        monkeypatch.undo()
+        again = {"prompt_embeds": poor}
+        assert heard(llm, [again]) == heard(llm, [again | {"cache_salt": "none has this"}])
 
 
 def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
