@@ -262,6 +262,32 @@ def test_the_latest_of_equal_runs_and_the_longest_of_all_is_continued() -> None:
     assert texts.draft(row)[:1] == [60]  # five tokens of a past output beat three of its own
 
 
+# --- when a row is searched ---------------------------------------------------------------------------------------
+
+
+def test_rows_in_which_nothing_is_found_are_searched_in_the_same_steps() -> None:
+    texts = ngram(num_rows=4)
+    rows = np.array([texts.enter([100 * row + at for at in range(9)]) for row in range(4)])
+    searched = []
+    for step in range(60):
+        for row in rows.tolist():
+            texts.extend(row, [1000 * row + step + 10])
+        late = rows[rows <= step // 7]  # they begin one after another
+        wants = texts.drafter.wants(late)
+        texts.drafter.look_up(late[wants])
+        searched.append(int(wants.sum()))
+    assert set(searched[30:]) == {0, 4}
+    assert searched[30:].count(4) == 10
+
+
+def test_a_row_whose_drafts_were_wrong_rests_whatever_others_do() -> None:
+    texts = ngram(num_rows=2)
+    rows = np.array([texts.enter([at % 5 for at in range(20)]), texts.enter(list(range(100, 120)))])
+    assert texts.draft(0)
+    texts.drafter.judged(rows[:1], np.array([4]), np.array([0]))
+    assert texts.drafter.wants(rows).tolist() == [False, True]
+
+
 # --- what drafts are worth ----------------------------------------------------------------------------------------
 
 
@@ -306,6 +332,31 @@ def test_the_time_between_two_decodes_counts_and_that_before_a_prompt_does_not()
         found.append(steps.costs.least_likely)
     assert found[1] == pytest.approx(found[0])
     assert found[2] > 1.5 * found[0]
+
+
+def test_repeated_decodes_count_by_their_number_and_the_time_between_the_results_around_them() -> None:
+    seen, told = Steps(), Steps()
+    for _ in range(100):
+        for steps in (seen, told):
+            steps.run(1, 1, 0.012)
+            steps.run(9, 6, 0.030)
+        for _ in range(4):
+            told.run(1, 1, 0.008)
+        seen.step, seen.now_s = seen.step + 4, seen.now_s + 4 * 0.008
+    assert seen.costs.least_likely == pytest.approx(told.costs.least_likely, rel=0.02)
+
+
+def test_what_lies_before_a_prompt_is_no_repeated_decode() -> None:
+    found = []
+    for num_between, idle_s in ((0, 0.0), (6, 5.0)):
+        steps = Steps()
+        for _ in range(100):
+            steps.step += num_between
+            steps.run(20, 1, 0.1, idle_s=idle_s, decodes=False)
+            steps.run(1, 1, 0.010)
+            steps.run(5, 3, 0.014)
+        found.append(steps.costs.least_likely)
+    assert found[1] == pytest.approx(found[0])
 
 
 def test_steps_of_a_rank_that_tells_no_times_or_hardly_works_count_nothing() -> None:

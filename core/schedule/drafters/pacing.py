@@ -6,6 +6,9 @@
     nothing found                    after a pause of 1, 2, 3 tokens
     found, but not worth its time    after a pause of 4 tokens
 
+A pause ends early when another row is searched: each search costs the step the repeated decode
+(`core/schedule/repeated_decode.py`) that it could have been part of, so rows had better be searched in the same steps.
+
 Text that is copied, edited or summarised has many repetitions; elsewhere drafts only cost time.
 """
 
@@ -36,26 +39,35 @@ class Pacing:
         """[num_rows]: most tokens of the row's next draft"""
         self.due_at = np.zeros(num_rows, np.int32)
         """[num_rows]: number of tokens from which on the row may get a draft"""
+        self._pauses = np.zeros(num_rows, bool)  # until due_at, unless another row is searched
         self._num_failed = np.zeros(num_rows, np.int32)  # consecutive drafts of which no token was accepted
         self._num_missed = np.zeros(num_rows, np.int32)  # consecutive searches that found nothing
 
     def begin(self, row: int) -> None:
         """A request enters the row."""
         self.limit[row] = self._most_drafts
-        for column in (self.due_at, self._num_failed, self._num_missed):
+        for column in (self.due_at, self._pauses, self._num_failed, self._num_missed):
             column[row] = 0
+
+    def due(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """[num_rows] bool: which of `rows` may get a draft now, all of whose decodes are planned together."""
+        due: np.ndarray = num_tokens >= self.due_at[rows]
+        return due | self._pauses[rows] if due.any() else due
 
     def missed(self, row: int, num_tokens: int) -> None:
         """A search found nothing."""
         self._num_missed[row] += 1
         self.due_at[row] = num_tokens + min(int(self._num_missed[row]), LONGEST_PAUSE)
+        self._pauses[row] = True
 
     def forgone(self, row: int, num_tokens: int) -> None:
         """What a search found was not likely enough."""
         self.due_at[row] = num_tokens + PAUSE_FORGONE
+        self._pauses[row] = True
 
     def found(self, row: int) -> None:
         self._num_missed[row] = 0
+        self._pauses[row] = False
 
     def judge(self, row: int, num_drafts: int, num_right: int, num_tokens: int) -> None:
         """num_right of num_drafts tokens were accepted."""

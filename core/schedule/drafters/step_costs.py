@@ -18,6 +18,8 @@ MEMORY = 0.98
 """What an observation counts for after the next one: about the last 50 steps decide."""
 MOST_NEEDED = 0.95
 """Drafts that are surer than this are always tried, so that what they cost stays known."""
+MOST_BETWEEN = 100
+"""Of more repeated decodes in a row, so many count: what was known before them counts for little already."""
 SHORTEST_S = 0.0005
 """Shorter steps do not count: they are the host's time, of which each step takes the same."""
 _LEAST_SPREAD = 0.5
@@ -25,13 +27,14 @@ _LEAST_SPREAD = 0.5
 
 
 class StepCosts:
-    """Decayed sums over steps that only decode. Times come from results, so this uses no clock."""
+    """Decayed sums over steps that only decode. Times come from results, so this uses no clock. Of repeated decodes,
+    whose results it does not see, it knows their number and how long they took together."""
 
     def __init__(self) -> None:
         self._planned: dict[int, int] = {}  # step -> its number of tokens
         self._weight = self._tokens = self._squares = self._seconds = self._products = self._yielded = 0.0
         self._token_s = 0.0
-        self._last_step, self._last_ended_s = -1, 0.0
+        self._last_step, self._last_ended_s, self._last_rows = -1, 0.0, 0  # of the last result
 
     def planned(self, step: int, num_tokens: int) -> None:
         """A step computes `num_tokens` tokens: the last of each row, and drafts."""
@@ -43,10 +46,14 @@ class StepCosts:
             del self._planned[next(iter(self._planned))]
         num_tokens = self._planned.pop(result.step, None)
         # What lies between two steps is a part of the second one's cost.
-        began_s = self._last_ended_s if result.step == self._last_step + 1 else result.began_s
-        self._last_step, self._last_ended_s = result.step, result.ended_s
+        num_between = result.step - self._last_step - 1
+        began_s = result.began_s if num_between else self._last_ended_s
         if num_tokens is not None and result.ended_s - began_s >= SHORTEST_S:
+            for _ in range(min(num_between, MOST_BETWEEN) if self._last_rows else 0):
+                seconds = (result.began_s - self._last_ended_s) / num_between
+                self._count(self._last_rows, self._last_rows, seconds)
             self._count(num_tokens, len(result.token_ids), result.ended_s - began_s)
+        self._last_step, self._last_ended_s, self._last_rows = result.step, result.ended_s, len(result.rows)
 
     def _count(self, num_tokens: int, num_yielded: int, seconds: float) -> None:
         self._weight = MEMORY * self._weight + 1

@@ -36,8 +36,7 @@ class TextDrafter(Drafter):
         return draft
 
     def wants(self, rows: np.ndarray) -> np.ndarray:
-        wants: np.ndarray = self.table.num_tokens[rows] >= self.pacing.due_at[rows]
-        return wants
+        return self.pacing.due(rows, self.table.num_tokens[rows])
 
     def planned(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
