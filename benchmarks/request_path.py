@@ -160,7 +160,7 @@ def engine(step_s: float = 0.0) -> Iterator[str]:
 def server(address: str) -> Iterator[int]:
     """The port of an HTTP server in a thread of this process."""
     from headrace.frontend.fleet.sources import Attached
-    from headrace.frontend.http.process.options import ServeOptions
+    from headrace.frontend.http.options import ServeOptions
     from headrace.frontend.http.process.server import HttpServer, listen
     from headrace.frontend.http.server.metrics import Pages
 

@@ -21,7 +21,7 @@ from headrace.frontend.cli.main import commands, make_parser
 from headrace.frontend.client.engine_metrics import ENGINE_HISTOGRAMS, ENGINE_METRICS, METRICS_BY_LABEL
 from headrace.frontend.client.request_metrics import FINISH_REASONS, REQUEST_HISTOGRAMS, SUCCESS
 from headrace.frontend.http import apis
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.metrics import (
@@ -66,7 +66,7 @@ def _page(title: str, source: str, *parts: str) -> str:
 def _server_options() -> str:
     more = "`headrace serve` takes these besides the engine's ([options](../options.md)).\n"
     return _page(
-        "Options of the server", "`frontend/http/process/options.py`", more, *option_tables(option_specs(ServeOptions))
+        "Options of the server", "`frontend/http/options.py`", more, *option_tables(option_specs(ServeOptions))
     )
 
 

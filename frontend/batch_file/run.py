@@ -29,7 +29,7 @@ from headrace.frontend.http.apis.responses.client_tools import LeftOut
 from headrace.frontend.http.apis.responses.create import ResponseParts
 from headrace.frontend.http.apis.responses.store import ResponseStore
 from headrace.frontend.http.apis.responses.tool_servers import ToolServers
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.engines import engine_for

@@ -26,7 +26,7 @@ from headrace.frontend.bench.results.metrics import number
 from headrace.frontend.bench.traffic.http_client import Pool, Target
 from headrace.frontend.bench.traffic.load import Load, LoadResult
 from headrace.frontend.cli.main import main
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 
 SHORT = ("--random-input-len", "5", "--random-output-len", "4")

@@ -28,7 +28,7 @@ from headrace.executor.placement.multinode import OWN_TO_A_NODE
 from headrace.executor.placement.node_agent import LEAVE_GRACE_S
 from headrace.frontend.cli.commands import ps, serve
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 CHART = DEPLOY / "helm"

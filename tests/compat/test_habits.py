@@ -31,7 +31,7 @@ from headrace.config import ReasoningConfig
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.frontend.cli.main import main
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options, with_environment
+from headrace.frontend.http.options import ServeOptions, check_serve_options, with_environment
 from headrace.utils import FlexibleArgumentParser
 from headrace.v1.metrics.reader import Counter, Gauge, Histogram
 

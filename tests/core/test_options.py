@@ -29,7 +29,7 @@ from headrace.core.options.parsing import (
 from headrace.core.options.values import option_specs, parse_size
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.options.vllm_options import renamed_options, successor, unsupported_options
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from headrace.core.options.parsing import OptionParser, add_options, parse_optio
 from headrace.core.options.values import option_specs, plain_options, shown_options, with_secrets
 from headrace.frontend.bench.options import TargetOptions
 from headrace.frontend.bench.results.record import given
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 
 WORD = "hf_DoNotTell"

@@ -25,9 +25,9 @@ from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import Attached
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process import server
 from headrace.frontend.http.process.engine_log import log_load
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.metrics import Exposition, Pages
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.sampling_params import StructuredOutputsParams

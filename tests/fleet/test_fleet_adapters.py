@@ -19,7 +19,7 @@ from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.fleet.adapters import is_missing
 from headrace.frontend.fleet.decisions import Affinity
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder, adapters_of
 from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.request.checks import check

@@ -27,7 +27,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.cli.main import main
 from headrace.frontend.client.engine_watch import engine_addresses, look_at
 from headrace.frontend.fleet.start import start_ranks
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
 from headrace.ipc.failure import OptionError
 

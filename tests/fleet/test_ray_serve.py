@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
 from headrace.frontend.cli.commands import serve as serve_command
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 SUPPORT = Path(__file__).parents[1] / "support"

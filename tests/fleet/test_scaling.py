@@ -28,7 +28,7 @@ from headrace.frontend.fleet import scaling
 from headrace.frontend.fleet.directory import FORGET_AFTER_S
 from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
 from headrace.frontend.fleet.start import of_rank
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.supervisor import _Engine, _Service
 from headrace.ipc.coordination import LEASE_S

@@ -9,7 +9,7 @@ import pytest
 from example_tools import NOW
 
 from headrace.frontend.http.apis.openai.chat import ChatParts
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.declaration import FOLDER, load_format
 from headrace.frontend.text.formats.output_formats import OutputFormats, ToolChoice

@@ -10,7 +10,7 @@ import pytest
 from headrace import LLM, EngineDeadError, SamplingParams
 from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.request.checks import check
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind

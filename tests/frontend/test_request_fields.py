@@ -14,7 +14,7 @@ from fake_core import memory_core
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import CompletionRequest
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.request.outputs import FlatLogprobs
 from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams

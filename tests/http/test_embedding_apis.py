@@ -16,7 +16,7 @@ import torch
 from server_here import ServerHere, serving_here
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.request.vector_encodings import as_bits, as_bytes, as_int8, as_uint8
 
 WIDTH, LIMIT = 16, 64

@@ -32,8 +32,8 @@ from headrace.executor.checkpoints.hub import HubChoice
 from headrace.executor.placement.cluster_proof import Proofs, cluster_key
 from headrace.frontend.http.apis.openai.prompts import tokenize_texts
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.keys import read_admin_keys, read_keys
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.access import Keys
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError

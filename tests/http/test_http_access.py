@@ -17,8 +17,8 @@ from server_here import ServerHere, serving_here
 from source_tree import ROOT
 
 from headrace.core.options.option import Secret
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.keys import read_admin_keys
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.http.server.access import Access, KnownHosts, is_local
 from headrace.frontend.http.server.errors import ApiError
 from headrace.ipc.failure import OptionError

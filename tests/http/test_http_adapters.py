@@ -27,7 +27,7 @@ from headrace import InvalidRequestError, LoRARequest
 from headrace.executor.testing.null import NullExecutor
 from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry, installed_resolvers
 from headrace.frontend.http.apis.health.routes import health, ready
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError
 from headrace.ipc import plugins

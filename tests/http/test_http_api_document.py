@@ -20,7 +20,7 @@ from server_here import serving_here
 from thinned import every
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.frontend.http.server.hidden_metrics import HIDDEN, hidden_names
 from headrace.ipc.failure import OptionError
 

@@ -16,7 +16,7 @@ import pytest
 from http_server import Server, ask, joined, serving, stream
 from server_here import serving_here
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.text import template_renderer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -15,7 +15,7 @@ import pytest
 from patience import wait_until
 from server_here import ServerHere, serving_here
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.messages import AddPrompts, AddRequest
 
 WIDTH = 6

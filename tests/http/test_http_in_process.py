@@ -26,8 +26,8 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.apis.ollama import routes as ollama_routes
 from headrace.frontend.http.apis.openai import prompts
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process import server as http_process
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server import state as server_state
 from headrace.frontend.http.server.connection import Connection
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder

@@ -35,8 +35,8 @@ from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import EngineScaler, PoolEngines, Scaler
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process import server as server_process
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
 from headrace.frontend.http.process.worker import ParentEngine
 from headrace.frontend.http.server.metrics import Pages

@@ -14,8 +14,8 @@ import pytest
 from http_server import ask, engine_of, serving
 
 from headrace.frontend.client.stats_log import StatsLog
+from headrace.frontend.http.options import ServeOptions, check_serve_options, with_environment
 from headrace.frontend.http.process.launch import ready_text, say_ready
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options, with_environment
 from headrace.frontend.http.process.server import listen
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import EngineStats

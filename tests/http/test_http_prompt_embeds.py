@@ -14,7 +14,7 @@ from safetensors.torch import save
 from server_here import ServerHere, serving_here
 
 from headrace.executor.testing.null import INPUT_WIDTH
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.row_inputs import RowInput
 
 ROWS = torch.randn(5, INPUT_WIDTH, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from patience import wait_until, within
 from thinned import every
 
 from headrace.frontend.cli.main import main
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.server import check_files
 from headrace.ipc.failure import OptionError
 

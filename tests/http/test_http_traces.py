@@ -23,7 +23,7 @@ from test_http_tool_servers import TEMPLATE, call_of, tool_server
 from test_http_tool_servers import ask as answered_with_tools
 
 from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.frontend.tracing.tracer import PROTOCOL_VARIABLE, Tracer
 from headrace.ipc.failure import OptionError
 

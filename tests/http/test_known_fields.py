@@ -28,7 +28,7 @@ from headrace.frontend.http.apis.openai.requests import (
     ResponsesRequest,
     StreamOptions,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import ApiError

@@ -35,7 +35,7 @@ from headrace.frontend.http.apis.openai.bodies import (
 )
 from headrace.frontend.http.apis.openai.chat import ChatAnswer
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, ChatMessage
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server import event_stream
 from headrace.frontend.http.server.event_stream import EventStream, KeepAlive
 from headrace.frontend.http.server.generation import INLINE_TOKENS, Answer, Generator, PreparedRequest

@@ -16,7 +16,7 @@ from server_here import serving_here
 from source_tree import ROOT
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.metrics import Pages, pages_bytes
 
 STATIC = ROOT / "frontend/http/apis/page/static"

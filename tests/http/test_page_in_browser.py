@@ -19,7 +19,7 @@ from null_adapters import write as write_adapter
 from patience import wait_until
 from server_here import serving_here
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -18,7 +18,7 @@ from headrace.core.engine.timeline import Timeline
 from headrace.core.options.parsing import read_config
 from headrace.frontend.http.apis.files.store import FileStore
 from headrace.frontend.http.apis.responses.store import ResponseStore
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.process import private_files
 from headrace.ipc.process.private_files import private_opener, warn_of_open_secret
 

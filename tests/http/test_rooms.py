@@ -1,4 +1,4 @@
-"""APIs are rooms: each is found by its folder, and the server's base knows none."""
+"""APIs are rooms: each is found by its folder. The server's base knows none, and neither knows of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from server_here import serving_here
 from source_tree import python_files, tree
 
-from headrace.frontend.http import apis
+from headrace.frontend.http import apis, process
 
 README = Path(apis.__path__[0], "README.md").read_text(encoding="utf-8")
 (ECHO,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -50,16 +50,29 @@ def test_every_folder_is_an_api_with_routes(name: str) -> None:
     assert len({(route.method, route.path, route.header) for route in api.routes}) == len(api.routes)
 
 
-BASE = [path for path in python_files("frontend") if path.is_relative_to("frontend/http/server")]
+HTTP = [path for path in python_files("frontend") if path.is_relative_to("frontend/http")]
+BASE = [path for path in HTTP if path.is_relative_to("frontend/http/server")]
+
+
+def _imports(path: Path, package: str) -> list[int]:
+    """The lines at which a file imports something of the package."""
+    found = (node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom))
+    return [
+        node.lineno
+        for node in found
+        if any(f"{node.module}.{alias.name}.".startswith(f"{package}.") for alias in node.names)
+    ]
 
 
 def test_the_servers_base_imports_no_api() -> None:
     """Neither at any place of its own files nor by way of what they import."""
-    for path in BASE:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                assert not [name for name in names if name.startswith(apis.__name__)], f"{path}:{node.lineno}"
+    assert not [f"{path}:{line}" for path in BASE for line in _imports(path, apis.__name__)]
     modules = [".".join(("headrace", *path.with_suffix("").parts)) for path in BASE]
     check = f"import sys, {', '.join(modules)}; sys.exit({apis.__name__!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_only_the_processes_themselves_know_of_processes() -> None:
+    """Options, the server's base and the APIs are the same in one process and in several."""
+    others = [path for path in HTTP if not path.is_relative_to("frontend/http/process")]
+    assert not [f"{path}:{line}" for path in others for line in _imports(path, process.__name__)]

@@ -17,7 +17,7 @@ from headrace.frontend.http.apis.files.store import BatchObject, FileObject, Fil
 from headrace.frontend.http.apis.files.turns import Turns
 from headrace.frontend.http.apis.responses.routes import BackgroundRuns
 from headrace.frontend.http.apis.responses.store import ResponseStore, Stored
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import Keys
 from headrace.frontend.http.server.errors import ApiError, without_own_names
 from headrace.frontend.http.server.exchange import LargeBodies

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process import tls
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.tls import tls_arguments, warn_of_dates
 from headrace.ipc.failure import OptionError
 

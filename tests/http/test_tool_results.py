@@ -9,7 +9,7 @@ import pytest
 from server_here import ServerHere, serving_here
 from thinned import every
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 
 CALL = {"name": "look", "arguments": "{}"}
 INSTEAD = "[The tool gave {} here, which you cannot see: you read text alone.]"

@@ -16,7 +16,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.api.llm import connect
 from headrace.frontend.bench.options import TargetOptions
 from headrace.frontend.bench.serve import target_of
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.ranks import ranks_of
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.transport.hosts import bare_host, host_port, listening, needs_ipv6

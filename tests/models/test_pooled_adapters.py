@@ -20,7 +20,7 @@ from thinned import every
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
 from headrace import LLM, HeadraceError, LoRARequest, PoolingParams, RequestFailedError
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",

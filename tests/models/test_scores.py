@@ -17,7 +17,7 @@ from test_embed import as_sentence_folder
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
 from headrace import LLM, InvalidRequestError, OptionError, PoolingParams
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
 QUERY = "Who wrote Faust?"

@@ -19,7 +19,7 @@ from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.sampling.token_rules import rules_of
 from headrace.frontend.http.apis.openai.parameters import sampling_params
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.request.parameters.token_rules import MOST_BAD_CHARACTERS, MOST_BAD_WORDS, tokenize_bad_words

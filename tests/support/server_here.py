@@ -18,7 +18,7 @@ from patience import wait_until
 
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
 from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.messages import AddPrompts, AddRequest, ClientMessage

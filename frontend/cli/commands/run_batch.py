@@ -13,7 +13,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.core.options.parsing import add_options
-    from headrace.frontend.http.process.options import ADAPTERS, CHAT, ServeOptions
+    from headrace.frontend.http.options import ADAPTERS, CHAT, ServeOptions
 
     parser.add_argument(
         "-i", "--input-file", required=True, metavar="FILE", help="File of requests, one JSON object per line"
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.batch_file.file import Results
     from headrace.frontend.batch_file.run import BatchRun, engines_of
     from headrace.frontend.client.event_loop import run_async
-    from headrace.frontend.http.process.options import ServeOptions
+    from headrace.frontend.http.options import ServeOptions
     from headrace.ipc.failure import OptionError
 
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:

@@ -11,7 +11,7 @@ import argparse
 import msgspec
 
 from headrace.core.options.parsing import add_options, given_options, options_from_arguments, struct_from_arguments
-from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.keys import use_keys
 

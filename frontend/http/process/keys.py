@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from headrace.core.options.option import Secret, secret_text
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.regular_files import read_text
 

@@ -27,7 +27,7 @@ from headrace.core.process.child_output import startup_table
 from headrace.core.process.early import drop_early
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.start import owned_ranks, start_ranks, with_meeting
-from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
+from headrace.frontend.http.options import LOOPBACK, ServeOptions, with_environment
 from headrace.frontend.http.process.ranks import Ranks, ranks_of, why_fixed
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.core.coordinator.announcer import reachable
 from headrace.core.options.engine_options import Options
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.hosts import host_port
 from headrace.ipc.transport.sockets import is_loopback, new_ipc_address

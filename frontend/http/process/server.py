@@ -23,9 +23,9 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http import apis
+from headrace.frontend.http.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.process.engine_log import log_load, log_missing
 from headrace.frontend.http.process.keys import read_admin_keys, read_keys
-from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.process.tls import tls_arguments, warn_of_dates
 from headrace.frontend.http.server.access import Keys
 from headrace.frontend.http.server.app import make_app

@@ -24,8 +24,8 @@ from headrace.core.process.supervisor import Restarts, Supervised, in_thread
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.scaling import EngineScaler, serves
 from headrace.frontend.fleet.start import of_rank
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.launch import PhaseLog, say, say_ready, say_workers
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.server import EXIT_DONE, EXIT_ENGINE_FAILED, EXIT_ERROR, check_files, listen, url_of
 from headrace.frontend.http.process.worker import (

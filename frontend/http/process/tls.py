@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.regular_files import NoFileError, read_file
 

@@ -31,8 +31,8 @@ from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Source
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
-from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import EXIT_ERROR, MEETS_WITHIN_S, HttpServer, listen, url_of
 from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError

@@ -30,7 +30,7 @@ from headrace.frontend.http.server.connection import HOSTS
 from headrace.frontend.http.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from headrace.frontend.http.process.options import ServeOptions
+    from headrace.frontend.http.options import ServeOptions
     from headrace.frontend.http.server.connection import Connection
     from headrace.frontend.http.server.exchange import Exchange, Scope
 

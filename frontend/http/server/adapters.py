@@ -19,7 +19,7 @@ from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegist
 from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.engines import adapter_named
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError, bad_field, unavailable, without_own_names
 from headrace.ipc.adapters import MOST_NAME, AdapterUse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.known_fields import Body
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.http.server.route_spec import RouteSpec

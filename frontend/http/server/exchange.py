@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.connection import DISCARD_S, EXTENSION, Connection
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import AccessControl, Keys
 from headrace.frontend.http.server.adapters import AdapterFinder
 from headrace.frontend.http.server.api import Api, ApiState

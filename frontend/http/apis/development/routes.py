@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, method_command, pause_command, sleep_command, wake_command
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.decoder import decode_query

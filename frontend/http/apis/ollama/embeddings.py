@@ -22,7 +22,7 @@ from headrace.frontend.http.apis.pooling.pooled import (
     pooling_of,
     prepare_vectors,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams

@@ -21,7 +21,7 @@ from headrace.frontend.http.apis.openai.bodies import (
     TokenSpelling,
     Usage,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.errors import error_event
 from headrace.frontend.http.server.generation import Answer
 from headrace.frontend.text.formats.parser import OutputParser

@@ -54,7 +54,7 @@ from headrace.frontend.http.apis.openai.prompts import (
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, affinity_of
 from headrace.frontend.http.apis.openai.selection import check_selection, selection_of
 from headrace.frontend.http.apis.openai.tool_choice import NO_STRICT_CALLS, check_schemas, tool_choice_of
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.api import ApiState
 from headrace.frontend.http.server.errors import bad_field, respelt

@@ -41,7 +41,7 @@ from headrace.frontend.http.apis.openai.selection import (
     selection_of,
     width_of,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import as_api_error, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest, id_of_prompt

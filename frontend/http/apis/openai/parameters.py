@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.http.apis.openai.requests import GenerationRequest, StreamOptions
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.errors import SPELLINGS, bad_field, respelt
 from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.request.parameters.thinking import reads_reasoning

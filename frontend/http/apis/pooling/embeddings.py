@@ -26,7 +26,7 @@ from headrace.frontend.http.apis.pooling.pooled import (
     pooling_of,
     prepare_vectors,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
 from headrace.frontend.http.server.errors import bad_field
 from headrace.frontend.http.server.exchange import Headers

@@ -11,7 +11,7 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, check_prompt, check_unicode, tokenize_texts
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.exchange import JSON, Headers

@@ -37,7 +37,7 @@ from headrace.frontend.http.apis.tei.requests import TeiRerankRequest
 from headrace.frontend.http.apis.tei.requests import prepare_rerank as prepare_tei_rerank
 from headrace.frontend.http.apis.tei.routes import error_body as tei_error_body
 from headrace.frontend.http.apis.tei.routes import statuses as tei_statuses
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body

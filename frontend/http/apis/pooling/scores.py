@@ -34,7 +34,7 @@ from headrace.frontend.http.apis.pooling.pooled import (
     prompts_of,
     ready,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.foreign_fields import Neutral
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest

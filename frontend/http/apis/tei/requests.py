@@ -34,7 +34,7 @@ from headrace.frontend.http.apis.pooling.pooled import (
     ready,
 )
 from headrace.frontend.http.apis.pooling.scores import Pairs, prepare_pairs, task_of_scores
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.errors import bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.request.pair_prompts import tokenize_pairs

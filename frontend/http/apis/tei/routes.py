@@ -28,7 +28,7 @@ from headrace.frontend.http.apis.tei.requests import (
     prepare_rerank,
     prepare_similarity,
 )
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.api import Api
 from headrace.frontend.http.server.decoding.known_fields import Body
