@@ -190,7 +190,7 @@ class PoolingCalls:
         of_query = {query: each.outputs for query, each in zip(queries, embedded, strict=True)}
         prompts = late_prompts([document for _, document in pairs], params, client, how, DOCUMENT)
         for prompt, (query, _) in zip(prompts, pairs, strict=True):
-            prompt.pool = {**prompt.pool, "compared_with": query_vectors(of_query[query])}
+            prompt.pooling_fields = {**prompt.pooling_fields, "compared_with": query_vectors(of_query[query])}
         self._use_loras(prompts, lora_request)
         outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
         return [ScoringRequestOutput.from_base(output) for output in outputs]

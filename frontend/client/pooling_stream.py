@@ -16,8 +16,8 @@ class PoolingStream(RequestStream):
 
     def __init__(self, request: CheckedRequest) -> None:
         super().__init__(request, None)
-        assert request.pool is not None, "it is a request that pools"
-        self._task = request.pool
+        assert request.pooling_task is not None, "it is a request that pools"
+        self._task = request.pooling_task
         self.parts: list[PoolingOutput] = []
         """One for each kind, in the order of the task's, once they have come."""
 

@@ -205,7 +205,7 @@ class RequestStream(OneProcess):
 
     def __init__(self, request: CheckedRequest, tokenizer: Tokenizer | None) -> None:
         self.request_id, self.prompt, self.params = request.name, request.prompt, request.params
-        self.priority, self.pool = request.priority, request.pool
+        self.priority, self.pooling_task = request.priority, request.pooling_task
         self.max_tokens, self.tokenized = request.max_tokens, request.tokenized
         prompt, params = request.prompt, request.params
         self.tokenizer = tokenizer if params.detokenize else None

@@ -116,7 +116,7 @@ class RequestTable:
                 self._sequences[sequence.slot] = sequence
         try:
             for message in _messages_of(stream, self.adapters):
-                if stream.pool is not None and message.is_plain:
+                if stream.pooling_task is not None and message.is_plain:
                     if not self._unsent:
                         asyncio.get_running_loop().call_soon(self.flush)
                     self._unsent.append(message)

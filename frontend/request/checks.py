@@ -60,7 +60,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
     """The most tokens that max_model_len leaves room for."""
     tokenized: Mapping[str, Any] = NOTHING
     """The fields of Sampling that are made of texts with the tokenizer."""
-    pool: Pool | None = None
+    pooling_task: Pool | None = None
     """What is asked for if it pools."""
     trace: RequestTrace | None = None
 
@@ -85,8 +85,8 @@ def check(
     if prompt.adapters:
         _check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
-        pool = _check_pooling(prompt, params, welcome, {} if tasks is None else tasks)
-        return CheckedRequest(name, prompt, NO_TOKENS, priority, pool=pool)
+        task = _check_pooling(prompt, params, welcome, {} if tasks is None else tasks)
+        return CheckedRequest(name, prompt, NO_TOKENS, priority, pooling_task=task)
     params = params.frozen()
     if not welcome.generates:
         raise InvalidRequestError(
@@ -182,7 +182,7 @@ def _check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome, task
         task = tasks[id(params)] = params.to_wire(welcome.pooling, welcome.served_model_names[0])
     _check_length(prompt, welcome, 0)
     check_token_ids(prompt, welcome)
-    return msgspec.structs.replace(task, **prompt.pool) if prompt.pool else task
+    return msgspec.structs.replace(task, **prompt.pooling_fields) if prompt.pooling_fields else task
 
 
 def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:

@@ -121,7 +121,7 @@ def tokenize_pairs(
     prompts = [Prompt(token_ids=token_ids) for token_ids, _ in encoded]
     if pooling.has_token_types:
         for prompt, (_, second) in zip(prompts, encoded, strict=True):
-            prompt.pool = {"second_text": second}
+            prompt.pooling_fields = {"second_text": second}
     return prompts
 
 

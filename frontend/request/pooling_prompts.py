@@ -127,13 +127,13 @@ def _mark(prompt: Prompt, late: LateInteraction, tokenizer: Tokenizer, *, is_que
     token_ids = list(prompt.token_ids or ())
     if marker := late.query_prefix if is_query else late.document_prefix:
         token_ids[1:1] = [_id_of(marker, tokenizer)]
-    prompt.pool = {}
+    prompt.pooling_fields = {}
     if skipped := late.skipped_of_queries if is_query else late.skipped:
         found = (tokenizer.token_id(token) for token in skipped)
-        prompt.pool["skipped"] = tuple(each for each in found if each is not None)
+        prompt.pooling_fields["skipped"] = tuple(each for each in found if each is not None)
     if is_query and late.filled_length is not None and len(token_ids) < late.filled_length:
         if not late.fillers_are_seen:
-            prompt.pool["num_keys"] = len(token_ids)
+            prompt.pooling_fields["num_keys"] = len(token_ids)
         named = tokenizer.special_tokens_map
         usual = next((named[each] for each in ("mask_token", "eos_token", "pad_token") if named.get(each)), "[MASK]")
         token_ids += [_id_of(late.filler or usual, tokenizer)] * (late.filled_length - len(token_ids))

@@ -101,7 +101,7 @@ class Prompt(msgspec.Struct):
     cache_salt: str = ""
     inputs: tuple[RowInput, ...] = ()
     """What stands in the place of tokens, where `token_ids` has PLACEHOLDER."""
-    pool: Mapping[str, Any] = NO_FIELDS
+    pooling_fields: Mapping[str, Any] = NO_FIELDS
     """Fields of the task `Pool` that are set with the prompt, such as second_text."""
     adapters: tuple[AdapterUse, ...] = ()
     """What is added to the model's weights for it."""

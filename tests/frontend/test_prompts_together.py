@@ -23,7 +23,7 @@ EMBED = Pool(kinds=("embed",))
 
 def stream_of(name: str, token_ids: Sequence[int] = (5,), *, pool: Pool = EMBED, salt: str = "") -> PoolingStream:
     prompt = Prompt(token_ids=token_ids, cache_salt=salt)
-    return PoolingStream(CheckedRequest(name, prompt, NO_TOKENS, pool=pool))
+    return PoolingStream(CheckedRequest(name, prompt, NO_TOKENS, pooling_task=pool))
 
 
 def in_loop(run: Callable[[], None]) -> None:

@@ -395,9 +395,9 @@ def _late(
         found = [query_vectors(stream.parts[0]) for stream in streams if isinstance(stream, PoolingStream)]
         of_query, replace = dict(zip(queries, found, strict=True)), msgspec.structs.replace
         return [
-            replace(request, pool=replace(request.pool, compared_with=of_query[query]))
+            replace(request, pooling_task=replace(request.pooling_task, compared_with=of_query[query]))
             for request, (query, _) in zip(requests, pairs, strict=True)
-            if request.pool is not None
+            if request.pooling_task is not None
         ]
 
     prepared.then = compared
