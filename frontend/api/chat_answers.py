@@ -30,7 +30,7 @@ class AnswerReader:
         OptionError for an unknown format."""
         self._tokenizer = tokenizer
         self._token_ids: dict[int, list[int]] = {}
-        self._make_reader: Callable[[], OutputParser] | None = None
+        self._make_parser: Callable[[], OutputParser] | None = None
         self._strict: Callable[[Any], str | None] | None = None
         """For tools with `strict`: the grammar of answers, or None if nothing can hold calls to their schemas. Takes
         the schema of answers that are no calls, or None."""
@@ -44,7 +44,7 @@ class AnswerReader:
         rendered, choice = RenderedChat(prompt, template), ToolChoice(_as_openai(tools or ()))
         known = _formats(parsers.get("tool_call_parser", "auto"), parsers.get("reasoning_parser"))
         formats = known.of(rendered, choice).as_written(prompt, tokenizer)
-        self._make_reader = formats.reader(tokenizer, rendered, choice)
+        self._make_parser = formats.parser_factory(tokenizer, rendered, choice)
         if choice.asks_for_strict:
             self._reasoning = formats.reasoning
 
@@ -80,7 +80,7 @@ class AnswerReader:
 
     def read(self, request: RequestOutput, *, is_delta: bool = False) -> None:
         """Sets `message` of each finished output. is_delta: outputs hold only their new part."""
-        if self._make_reader is None:
+        if self._make_parser is None:
             return
         for output in request.outputs:
             token_ids = output.token_ids
@@ -93,13 +93,13 @@ class AnswerReader:
     def _message(self, output: CompletionOutput, token_ids: Sequence[int]) -> AnswerMessage:
         from headrace.frontend.request.message import message_of
 
-        assert self._make_reader is not None
+        assert self._make_parser is not None
         # Decoded again, since markers may be special tokens, which the output's text leaves out.
         text = self._tokenizer.decode(token_ids)
         if isinstance(stop := output.stop_reason, str) and not output.text.endswith(stop):
             text = text[: text.rfind(stop)]
-        reader = self._make_reader()
-        return message_of([*reader.feed(text), *reader.finish(output.finish_reason, stop)])
+        parser = self._make_parser()
+        return message_of(parser.read(text, output.finish_reason, stop))
 
 
 @functools.cache

@@ -135,9 +135,9 @@ def test_step3s_template_leads_to_its_calls_from_a_conversation():
     ours = Tokenizer(bundle_of(tokenizer))
     prompt, choice = RenderedChat(text, STEP3S_TEMPLATE), ToolChoice(TOOLS)
     formats = OutputFormats(reasoning_parser="auto").of(prompt, choice)
-    make_reader = formats.reader(ours, prompt, choice)
-    assert make_reader is not None
-    reader, answer = make_reader(), "Hm.\n</think>\n" + step3([PLAIN, PLAIN], line="\n", between="\n")
+    make_parser = formats.parser_factory(ours, prompt, choice)
+    assert make_parser is not None
+    reader, answer = make_parser(), "Hm.\n</think>\n" + step3([PLAIN, PLAIN], line="\n", between="\n")
     found = Read.of([*(event for piece in answer for event in reader.feed(piece)), *reader.finish()])
     assert (found.reasoning, found.content.strip()) == ("Hm.\n", "")
     assert [(name, json.loads(said)) for name, said in found.calls] == [PLAIN, PLAIN]

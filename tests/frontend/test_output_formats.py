@@ -254,9 +254,9 @@ def test_reasoning_is_read_with_the_markers_that_the_prompt_has_opened():
     for marker in ("think", "think_fast", "think_faster"):
         prompt = RenderedChat(f"<ifm|think>no</ifm|think> <ifm|{marker}>\n", "")
         formats = OutputFormats("none", "k2_horizon").of(prompt, choice).as_written(prompt.text, tokenizer)
-        make_reader = formats.reader(tokenizer, prompt, choice)
-        assert make_reader is not None
-        reader = make_reader()
+        make_parser = formats.parser_factory(tokenizer, prompt, choice)
+        assert make_parser is not None
+        reader = make_parser()
         assert Read.of([*reader.feed(f"so</ifm|{marker}>yes"), *reader.finish()]) == Read("yes", "so", [])
         assert formats.reasoning is not None
         assert formats.reasoning.end == f"</ifm|{marker}>"
@@ -268,9 +268,9 @@ def test_markers_may_have_the_suffix_that_the_tokenizer_gives_them():
     library.add_tokens([f"<{end}{name}:1a\\2>" for name in ("tool_calls", "tool_call", "think") for end in ("", "/")])
     tokenizer, prompt, choice = Tokenizer(bundle_of(library)), RenderedChat("<think:1a\\2>", ""), ToolChoice(TOOLS)
     formats = OutputFormats("hy_v4", "hy_v4").of(prompt, choice).as_written(prompt.text, tokenizer)
-    make_reader = formats.reader(tokenizer, prompt, choice)
-    assert make_reader is not None
-    reader = make_reader()
+    make_parser = formats.parser_factory(tokenizer, prompt, choice)
+    assert make_parser is not None
+    reader = make_parser()
     text = "so</think><tool_calls><tool_call>now</tool_call></tool_calls>".replace(">", ":1a\\2>")
     assert Read.of([*reader.feed(text), *reader.finish()]) == Read("", "so", [("now", "{}")])
     grammar = formats.grammar(tokenizer, prompt, ToolChoice(TOOLS, TOOLS), several=False)
@@ -527,7 +527,7 @@ def test_channels_of_ones_own_are_read(tmp_path):
 def test_reasoning_that_no_format_is_named_for_stays_in_the_content(template):
     prompt, choice = RenderedChat("", template), ToolChoice()
     tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
-    assert OutputFormats(reasoning_parser="none").of(prompt, choice).reader(tokenizer, prompt, choice) is None
+    assert OutputFormats(reasoning_parser="none").of(prompt, choice).parser_factory(tokenizer, prompt, choice) is None
 
 
 @pytest.mark.parametrize(
@@ -556,9 +556,9 @@ def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_pa
     for name in ("mine", "auto"):
         formats = OutputFormats(name, plugins={"tool_parser_plugin": str(path)})
         prompt, choice = RenderedChat("", "{# CALL #}"), ToolChoice(TOOLS)
-        make_reader = formats.of(prompt, choice).reader(tokenizer, prompt, choice)
-        assert make_reader is not None
-        reader = make_reader()
+        make_parser = formats.of(prompt, choice).parser_factory(tokenizer, prompt, choice)
+        assert make_parser is not None
+        reader = make_parser()
         assert Read.of([*reader.feed('x CALL{"name": "now"}END'), *reader.finish()]) == Read("x", "", [("now", "{}")])
     with pytest.raises(OptionError, match=r"tool_parser_plugin=p\.py: a Python file is written against vLLM's parser"):
         OutputFormats("mine", plugins={"tool_parser_plugin": "p.py"})

@@ -604,7 +604,7 @@ def test_slips_are_text_where_a_grammar_holds_calls_to_their_schemas():
     tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
     for given, num_calls in ((tools, 0), ([NOW], 1)):
         choice = ToolChoice(given)
-        make = OutputFormats(reasoning_parser="auto").of(prompt, choice).reader(tokenizer, prompt, choice)
+        make = OutputFormats(reasoning_parser="auto").of(prompt, choice).parser_factory(tokenizer, prompt, choice)
         assert make is not None
         for answer in (f"```json\n{NOW_CALL}\n```", f"<think>hm<tool_call>{NOW_CALL}</tool_call>"):
             parser = make()

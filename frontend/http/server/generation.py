@@ -306,7 +306,7 @@ class Generator:
             self._running.discard(prepared)
 
     @contextlib.contextmanager
-    def reader(self, exchange: Exchange) -> Iterator[asyncio.Future[None]]:
+    def watch_client(self, exchange: Exchange) -> Iterator[asyncio.Future[None]]:
         """Yields a future that is done once the client has disconnected, which is counted. The body has been read."""
         gone = asyncio.get_running_loop().create_future()
         exchange.connection.watch(functools.partial(gone.set_result, None))
@@ -355,7 +355,7 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, exchange: Exchange) -> None:
         """Runs a request and sends its response. Raises ApiError and HeadraceError only while nothing has been sent."""
         deadline_s = self.deadline_s()
-        with self.reader(exchange) as gone:
+        with self.watch_client(exchange) as gone:
             async with self.running(prepared):
                 if prepared.is_streamed and prepared.selection is None:
                     await self._stream(prepared, exchange, gone, deadline_s)

@@ -221,7 +221,7 @@ class AnswerFormats(NamedTuple):
             return None
         return StrictChannelCalls(channels, shown, special).text(or_json)
 
-    def reader(
+    def parser_factory(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice
     ) -> Callable[[], OutputParser] | None:
         """A factory of parsers, one for each output; None if answers are all content."""

@@ -193,6 +193,11 @@ class OutputParser(CallReader):
         next(self._reader, None)
         return self._news()
 
+    def read(self, text: str, finish_reason: str | None, stop_reason: int | str | None) -> list[AnswerPart]:
+        """The events of an output's next text: with a finish_reason its last, and then all that remain."""
+        events = self.feed(text)
+        return events if finish_reason is None else events + self.finish(finish_reason, stop_reason)
+
     def _news(self) -> list[AnswerPart]:
         events, self._events = self._events, []
         return merged(events)

@@ -61,7 +61,7 @@ class MessagesAnswer(TextAnswer):
         self._cached_block_tokens, self._omits_thinking = cached_block_tokens, omits_thinking
         self._thoughts: list[str] = []
         self._num_closed = 0  # entries of _thoughts that are in closed blocks
-        self._reader = self.reader() or OutputParser(None, None)
+        self._parser = self.new_parser() or OutputParser(None, None)
         self._began = False
         self._num_blocks, self._open = 0, ("", -1)  # of the open block: its kind, and the index of its tool call
 
@@ -70,7 +70,7 @@ class MessagesAnswer(TextAnswer):
         (sequence,) = stream.sequences
         output = sequence.read(delta=False, tokenizer=stream.tokenizer)
         blocks: list[dict[str, Any]] = []
-        for told in self._read(output, ends=True):
+        for told in self._read(output):
             kind, _ = self._block_of(told)
             self._thoughts.append(told.reasoning)
             if kind == "tool_use" and told.name:
@@ -96,7 +96,7 @@ class MessagesAnswer(TextAnswer):
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         parts = [] if self._began else [self._start()]
         self._began = True
-        for told in self._read(output, ends=output.finish_reason is not None):
+        for told in self._read(output):
             parts += self._events_of(told)
         if output.finish_reason is not None:
             parts += self._close()
@@ -116,9 +116,8 @@ class MessagesAnswer(TextAnswer):
     def failure(self, error: BaseException) -> bytes:
         return b"event: error\ndata: " + error_body(ApiError.of(error)) + b"\n\n"
 
-    def _read(self, output: CompletionOutput, *, ends: bool) -> list[AnswerPart]:
-        events = self._reader.feed(output.text)
-        events += self._reader.finish(output.finish_reason, output.stop_reason) if ends else []
+    def _read(self, output: CompletionOutput) -> list[AnswerPart]:
+        events = self._parser.read(output.text, output.finish_reason, output.stop_reason)
         return [each for each in events if each.call <= 0 or not self._calls_once]
 
     def _start(self) -> bytes:
@@ -172,7 +171,7 @@ class MessagesAnswer(TextAnswer):
     ) -> tuple[Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"], str | None]:
         if finish_reason == "length":
             return "max_tokens", None
-        if self._reader.num_calls and not self._reader.is_cut_by(stop_reason):
+        if self._parser.num_calls and not self._parser.is_cut_by(stop_reason):
             return "tool_use", None
         return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
 

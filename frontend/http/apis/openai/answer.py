@@ -42,7 +42,7 @@ class AnswerContext(NamedTuple):
     id: str
     engine: Engine
     options: ServeOptions
-    make_reader: Callable[[], OutputParser] | None = None
+    make_parser: Callable[[], OutputParser] | None = None
     """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
     names_tool: bool = False
     """Whether tool_choice names the tool to call."""
@@ -55,7 +55,7 @@ class TextAnswer(Answer):
 
     def __init__(self, context: AnswerContext) -> None:
         """Keeps nothing of the request but what the response depends on: its messages may be large."""
-        request, id, engine, options, self.make_reader, self.names_tool = context
+        request, id, engine, options, self.make_parser, self.names_tool = context
         self._tells_times = options.enable_per_request_metrics
         self.id, self.model, self.created = id, request.model or engine.names[0], int(time.time())
         stream_options = request.stream_options
@@ -74,8 +74,8 @@ class TextAnswer(Answer):
         """How tokens are written in log-probabilities."""
         return TokenSpelling(self.tokenizer, as_ids=self._spells_ids)
 
-    def reader(self) -> OutputParser | None:
-        return None if self.make_reader is None else self.make_reader()
+    def new_parser(self) -> OutputParser | None:
+        return None if self.make_parser is None else self.make_parser()
 
     def failure(self, error: BaseException) -> bytes:
         return event(error_event(error)) + self.DONE

@@ -206,7 +206,7 @@ def prepare_chat(
         engine,
         id,
         [checked],
-        (make_answer or ChatAnswer)(AnswerContext(request, id, engine, options, form.make_reader, choice.is_named)),
+        (make_answer or ChatAnswer)(AnswerContext(request, id, engine, options, form.make_parser, choice.is_named)),
         is_streamed=bool(request.stream),
         affinity=affinity_of(request),
         form_field=form_field,
@@ -227,7 +227,7 @@ def _own_spellings(request: ChatCompletionRequest) -> Iterator[None]:
 class _Form(NamedTuple):
     """The form of a chat's output."""
 
-    make_reader: Callable[[], OutputParser] | None
+    make_parser: Callable[[], OutputParser] | None
     """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
     reasoning: ReasoningFormat | None
     structured_outputs: StructuredOutputsParams | None
@@ -256,18 +256,18 @@ def _form_of(
         raise bad_field("tools", NO_STRICT_CALLS)
     if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(tokenizer)):
         check_schemas(choice)
-    reader = formats.reader(tokenizer, rendered, choice)
+    make_parser = formats.parser_factory(tokenizer, rendered, choice)
     several = request.parallel_tool_calls is not False
     grammar = formats.grammar(tokenizer, rendered, choice, several=several, or_json=or_json)
     if grammar is None:
-        return _Form(reader, formats.reasoning, own, is_grammar=False)
+        return _Form(make_parser, formats.reasoning, own, is_grammar=False)
     # A call that must come is no text, whose form a JSON schema is.
     is_for_text = bool(choice.forced) and schema_of_answer(own) is not None
     if own is not None and or_json is None and not is_for_text:
         raise bad_field(
             "tool_choice", "an answer that calls tools can have no other form besides, but that of a JSON schema"
         )
-    return _Form(reader, formats.reasoning, StructuredOutputsParams(grammar=grammar), is_grammar=True)
+    return _Form(make_parser, formats.reasoning, StructuredOutputsParams(grammar=grammar), is_grammar=True)
 
 
 def _params_of(
@@ -280,7 +280,7 @@ def _params_of(
 ) -> SamplingParams:
     """asked: the number of tokens that the request asks for. Raises ApiError and InvalidRequestError."""
     chosen: dict[str, Any] = {"n": 1} if request.use_beam_search else {}
-    if form.make_reader is not None:
+    if form.make_parser is not None:
         # Markers may be special tokens; the parser drops all other special tokens.
         chosen["skip_special_tokens"] = False
     return sampling_params(
@@ -322,14 +322,14 @@ class _ChatProgress:
         "call",
         "going_on",
         "num_tokens",
-        "reader",
+        "parser",
         "reasoning_event",
         "text_event",
         "until",
     )
 
-    def __init__(self, text_event: TextEvent, reader: OutputParser | None) -> None:
-        self.text_event, self.reader = text_event, reader
+    def __init__(self, text_event: TextEvent, parser: OutputParser | None) -> None:
+        self.text_event, self.parser = text_event, parser
         self.reasoning_event: TextEvent | None = None
         self.arguments_event: TextEvent | None = None
         """The event for further arguments of the tool call `call`."""
@@ -389,32 +389,32 @@ class ChatAnswer(TextAnswer):
         choice = self._choices.get(sequence)
         if choice is None:
             plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TEXT))
-            choice = self._choices[sequence] = _ChatProgress(text_event(self._chunk([plain])), self.reader())
+            choice = self._choices[sequence] = _ChatProgress(text_event(self._chunk([plain])), self.new_parser())
         first = b""
         if not choice.began:
             if self.asks_prompt_logprobs and not prompt_logprobs_are_complete(stream):
                 return b""
             choice.began = True
             first = self._first(stream, sequence)
-        reader = choice.reader
+        parser = choice.parser
         if self._is_plain and sequence.finish_reason is None:
             text = sequence.read_text()
-            if reader is None:
+            if parser is None:
                 return first + encode(text).join(choice.text_event)
             if (until := choice.until) is not None and text and not until(text):
                 return first + encode(text).join(choice.going_on)
-            if (said := reader.go_on(text)) is not None:
-                return first + self._went_on(choice, reader, said, sequence.index)
+            if (said := parser.go_on(text)) is not None:
+                return first + self._went_on(choice, parser, said, sequence.index)
             choice.until = None
-            events = self._read(reader, text, sequence.index)
+            events = self._kept(parser.feed(text), sequence.index)
             return first + b"".join([self._event_of(choice, each, sequence.index) for each in events])
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         finish_reason = output.finish_reason
         deltas = [Delta(content=output.text)]
-        if reader is not None:
-            events = self._read(reader, output.text, output.index, output if finish_reason is not None else None)
-            deltas = [_delta_of(each) for each in events] or [Delta()]
-            finish_reason = self._finish_reason(reader, output)
+        if parser is not None:
+            events = parser.read(output.text, finish_reason, output.stop_reason)
+            deltas = [_delta_of(each) for each in self._kept(events, output.index)] or [Delta()]
+            finish_reason = self._finish_reason(parser, output)
         choice.num_tokens += len(output.token_ids)
         told = ChatChunkChoice(
             index=output.index,
@@ -429,13 +429,8 @@ class ChatAnswer(TextAnswer):
             first += event(self._chunk([ChatChunkChoice(index=output.index, delta=each)]))
         return first + event(self._chunk([told], usage))
 
-    def _read(
-        self, reader: OutputParser, text: str, index: int, ended: CompletionOutput | None = None
-    ) -> list[AnswerPart]:
-        """Parses the new text of an output; drops the reasoning and calls that the request excludes. ended: the output,
-        if this is the rest of it."""
-        events = reader.feed(text)
-        events += reader.finish(ended.finish_reason, ended.stop_reason) if ended is not None else []
+    def _kept(self, events: list[AnswerPart], index: int) -> list[AnswerPart]:
+        """Of an output's events those that the response has: the request may exclude reasoning, and further calls."""
         for each in events:
             if each.reasoning:
                 self._thoughts.setdefault(index, []).append(each.reasoning)
@@ -448,14 +443,14 @@ class ChatAnswer(TextAnswer):
     def _is_left_out(self, call: int) -> bool:
         return call > 0 and self._calls_once
 
-    def _went_on(self, choice: _ChatProgress, reader: OutputParser, said: str, index: int) -> bytes:
+    def _went_on(self, choice: _ChatProgress, parser: OutputParser, said: str, index: int) -> bytes:
         """The event for a piece that is all content, all reasoning or all arguments."""
-        if self._is_left_out(reader.call):
+        if self._is_left_out(parser.call):
             return b""
-        if reader.call >= 0 or not reader.is_thinking:
-            is_content = reader.call < 0
-            choice.going_on = choice.text_event if is_content else self._arguments_event(choice, reader.call, index)
-            choice.until = reader.goes_on_until
+        if parser.call >= 0 or not parser.is_thinking:
+            is_content = parser.call < 0
+            choice.going_on = choice.text_event if is_content else self._arguments_event(choice, parser.call, index)
+            choice.until = parser.goes_on_until
             return encode(said).join(choice.going_on)
         self._thoughts.setdefault(index, []).append(said)
         if not self.has_reasoning:
@@ -465,13 +460,13 @@ class ChatAnswer(TextAnswer):
             choice.reasoning_event = text_event(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
         return encode(said).join(choice.reasoning_event)
 
-    def _finish_reason(self, reader: OutputParser, output: CompletionOutput) -> str | None:
+    def _finish_reason(self, parser: OutputParser, output: CompletionOutput) -> str | None:
         """As OpenAI's: tool_calls if there are calls, but stop if the request named the tool, or if a stop string cut
         the last call, which must not be carried out."""
         reason = output.finish_reason
-        if reason != "stop" or not reader.num_calls or self.names_tool:
+        if reason != "stop" or not parser.num_calls or self.names_tool:
             return reason
-        is_cut = reader.is_cut_by(output.stop_reason) and not self._is_left_out(reader.num_calls - 1)
+        is_cut = parser.is_cut_by(output.stop_reason) and not self._is_left_out(parser.num_calls - 1)
         return reason if is_cut else "tool_calls"
 
     def _event_of(self, choice: _ChatProgress, told: AnswerPart, index: int) -> bytes:
@@ -514,7 +509,7 @@ class ChatAnswer(TextAnswer):
 
     def usage(self) -> Usage:
         usage = usage_of(self.streams)
-        if self.make_reader is not None:
+        if self.make_parser is not None:
             most, tokenizer = usage.completion_tokens, self.tokenizer
             each = [num_reasoning_tokens(tokenizer, "".join(texts), most) for texts in self._thoughts.values()]
             usage.completion_tokens_details = CompletionTokensDetails(min(sum(each), most))
@@ -524,10 +519,12 @@ class ChatAnswer(TextAnswer):
         return ChatChunk(self.id, _CHUNK, self.created, self.model, choices, usage or self.no_usage())
 
     def _choice_of(self, output: CompletionOutput) -> ChatChoice:
-        message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self.reader()
-        if reader is not None:
-            message = _message_of(self._role, self._read(reader, output.text, output.index, output))
-            finish_reason = self._finish_reason(reader, output)
+        message, finish_reason = AssistantMessage(self._role, output.text), output.finish_reason
+        parser = self.new_parser()
+        if parser is not None:
+            events = parser.read(output.text, output.finish_reason, output.stop_reason)
+            message = _message_of(self._role, self._kept(events, output.index))
+            finish_reason = self._finish_reason(parser, output)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
         return ChatChoice(

@@ -194,7 +194,7 @@ async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRu
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     try:
-        with state.generator.reader(exchange) as gone:
+        with state.generator.watch_client(exchange) as gone:
             if run.log is None:
                 if not await first_of(ended, gone, None):
                     return
@@ -233,7 +233,7 @@ async def _in_background(
 
 
 async def _follow(state: ServerState, exchange: Exchange, log: EventLog, place: int, on_writable: Any) -> None:
-    with state.generator.reader(exchange) as gone:
+    with state.generator.watch_client(exchange) as gone:
         await _write_events(state, exchange, log, place, gone, on_writable)
 
 

@@ -348,7 +348,7 @@ class TurnAnswer(TextAnswer):
         super().attach(streams)
         (self._stream,) = streams
         (self.sequence,) = self._stream.sequences
-        self._reader = self.reader() or OutputParser(None, None)
+        self._parser = self.new_parser() or OutputParser(None, None)
         self._reasoning: list[str] = []
         self._untold: list[TokenLogprob] = []
         """Log-probabilities of tokens whose text has not been sent yet, or that have none."""
@@ -360,9 +360,7 @@ class TurnAnswer(TextAnswer):
             return
         output = self.sequence.read(delta=True, tokenizer=self._stream.tokenizer)
         self._has_ended = output.finish_reason is not None
-        events = self._reader.feed(output.text) + (
-            self._reader.finish(output.finish_reason, output.stop_reason) if self._has_ended else []
-        )
+        events = self._parser.read(output.text, output.finish_reason, output.stop_reason)
         if output.logprobs is not None:
             most = self._stream.params.logprobs or 0
             self._untold += chat_logprobs(output.token_ids, output.logprobs, self.spell, most).content
@@ -382,9 +380,9 @@ class TurnAnswer(TextAnswer):
     def is_cut(self) -> bool:
         """Whether the last item is incomplete: the output was cut, and what was cut is part of the response."""
         sequence = self.sequence
-        if self._reader.num_calls > 1 and not self._several_calls:
+        if self._parser.num_calls > 1 and not self._several_calls:
             return False
-        return sequence.finish_reason == "length" or self._reader.is_cut_by(sequence.stop_reason)
+        return sequence.finish_reason == "length" or self._parser.is_cut_by(sequence.stop_reason)
 
     def _take_logprobs(self, text: str) -> list[TokenLogprob]:
         """Takes the log-probabilities of a text's tokens: without markers before it, a possible stop string after it,
