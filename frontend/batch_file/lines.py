@@ -34,7 +34,6 @@ from headrace.frontend.http.apis.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    ResponsesRequest,
     SharedFields,
 )
 from headrace.frontend.http.apis.pooling.conversations import take_messages
@@ -42,6 +41,7 @@ from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, pre
 from headrace.frontend.http.apis.pooling.scores import RerankRequest, ScoreRequest, prepare_rerank, prepare_score
 from headrace.frontend.http.apis.responses.create import ResponseParts, check_request, whole
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.apis.responses.requests import ResponsesRequest
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.ipc.failure import EngineDeadError, HeadraceError, QueueFullError

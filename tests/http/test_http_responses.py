@@ -17,8 +17,8 @@ from pydantic import BaseModel, TypeAdapter
 from thinned import every
 
 from headrace.frontend.http.apis.openai.bodies import TokenLogprob
-from headrace.frontend.http.apis.openai.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.conversation import as_chat
+from headrace.frontend.http.apis.responses.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.run import TurnAnswer
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 

@@ -25,9 +25,9 @@ from headrace.frontend.http.apis.openai.requests import (
     ChatBatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
-    ResponsesRequest,
     StreamOptions,
 )
+from headrace.frontend.http.apis.responses.requests import ResponsesRequest
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral

@@ -28,7 +28,8 @@ from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.parameters import apply_server_defaults
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, tokenize_texts
 from headrace.frontend.http.apis.openai.requests import (
-    NEUTRAL_OF,
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
     RANK_HEADER,
     ChatBatchRequest,
     ChatCompletionRequest,
@@ -321,9 +322,9 @@ API = Api(
     routes=ROUTES,
     states=(ChatParts,),
     bodies=(
-        Body(kind=CompletionRequest, called="completions", lacks=NEUTRAL_OF[CompletionRequest]),
-        Body(kind=ChatCompletionRequest, called="chat completions", lacks=NEUTRAL_OF[ChatCompletionRequest]),
-        Body(kind=ChatBatchRequest, called="batches of chats", lacks=NEUTRAL_OF[ChatBatchRequest]),
+        Body(kind=CompletionRequest, called="completions", lacks=COMPLETION_NEUTRAL),
+        Body(kind=ChatCompletionRequest, called="chat completions", lacks=CHAT_NEUTRAL),
+        Body(kind=ChatBatchRequest, called="batches of chats", lacks=CHAT_NEUTRAL),
         Body(kind=TokenizeRequest, called="requests to tokenize", counts=ChatCompletionRequest),
         Body(kind=DetokenizeRequest, called="requests to detokenize", lacks=_WHOLE_TEXT, foreign="last"),
     ),

@@ -17,7 +17,6 @@ from headrace.frontend.http.apis.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
     Effort,
-    ResponsesRequest,
     Verbosity,
     one_of,
 )
@@ -31,6 +30,7 @@ from headrace.frontend.http.apis.responses.items import (
     mcp_call,
     new_id,
 )
+from headrace.frontend.http.apis.responses.requests import ResponsesRequest
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.tool_results import readable
 

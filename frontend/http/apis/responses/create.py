@@ -16,7 +16,6 @@ import msgspec
 
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
-from headrace.frontend.http.apis.openai.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.client_tools import HOSTED, LeftOut, client_tools
 from headrace.frontend.http.apis.responses.conversation import (
     ENCRYPTED,
@@ -31,6 +30,7 @@ from headrace.frontend.http.apis.responses.conversation import (
     without_oldest,
 )
 from headrace.frontend.http.apis.responses.items import APPROVAL_REQUEST, CUSTOM_CALL, Item, new_id
+from headrace.frontend.http.apis.responses.requests import ResponsesRequest
 from headrace.frontend.http.apis.responses.run import EventLog, ResponseObject, ResponseRun, TurnAnswer
 from headrace.frontend.http.apis.responses.store import ResponseStore, Stored
 from headrace.frontend.http.apis.responses.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.http.apis.openai.chat import ChatParts, count_prompt
-from headrace.frontend.http.apis.openai.requests import NEUTRAL_OF, RANK_HEADER, ResponsesRequest, take_rank
+from headrace.frontend.http.apis.openai.requests import RANK_HEADER, take_rank
 from headrace.frontend.http.apis.responses.client_tools import LeftOut, client_tools
 from headrace.frontend.http.apis.responses.conversation import ENCRYPTED, as_chat, check_include, size_of
 from headrace.frontend.http.apis.responses.create import (
@@ -26,6 +26,7 @@ from headrace.frontend.http.apis.responses.create import (
     mcp_tools,
 )
 from headrace.frontend.http.apis.responses.items import Item, with_encrypted
+from headrace.frontend.http.apis.responses.requests import NOT_SUPPORTED, ResponsesRequest
 from headrace.frontend.http.apis.responses.run import EventLog, Follower, ResponseObject, ResponseRun
 from headrace.frontend.http.apis.responses.store import IN_PROGRESS, ResponseStore, Stored
 from headrace.frontend.http.apis.responses.tool_servers import ToolServers
@@ -389,7 +390,7 @@ ROUTES = (
 API = Api(
     routes=ROUTES,
     states=(ResponsesState,),
-    bodies=(Body(kind=ResponsesRequest, called="responses", lacks=NEUTRAL_OF[ResponsesRequest]),),
+    bodies=(Body(kind=ResponsesRequest, called="responses", lacks=NOT_SUPPORTED),),
     not_served={"/v1/responses": "POST creates a response; GET, DELETE and POST .../cancel take its id"},
     not_routes={"/v1/responses/compact": "conversations are not compacted; truncation: auto drops the oldest turns"},
 )
