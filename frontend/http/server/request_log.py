@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runs(Protocol):
-    """Requests that run on an engine for one HTTP request (`generation.Running`)."""
+    """Requests that run on an engine for one HTTP request (`generation.PreparedRequest`)."""
 
     @property
     def engine(self) -> Engine: ...
