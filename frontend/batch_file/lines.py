@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from headrace.frontend.batch_file.file import (
     CHAT,
+    COMPLETIONS,
     EMBEDDINGS,
     RERANKINGS,
     RESPONSES,
@@ -40,8 +41,8 @@ from headrace.frontend.http.apis.pooling.conversations import take_messages
 from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, prepare_embedding
 from headrace.frontend.http.apis.pooling.scores import RerankRequest, ScoreRequest, prepare_rerank, prepare_score
 from headrace.frontend.http.apis.responses.create import ResponseParts, check_request, whole
-from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.apis.responses.requests import ResponsesRequest
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.ipc.failure import EngineDeadError, HeadraceError, QueueFullError
@@ -161,32 +162,27 @@ class LineAnswers:
         return request
 
     def _prepared(self, url: str, body: bytes, request_id: str) -> PreparedRequest:
-        if url == EMBEDDINGS:
-            embedding = self._decoder.decode(body, EmbeddingRequest)
-            name, engine = embedding.request_id or request_id, self._engine_for(embedding.model)
-            take_messages(embedding, engine, self._parts.chat.prompts)
-            if embedding.encoding_format in ("bytes", "bytes_only"):
+        kind, prefix, prepare = _WORK[url]
+        request, chat = self._decoder.decode(body, kind), self._parts.chat
+        generates = isinstance(request, GenerationRequest)
+        if generates:
+            _check_whole(request, ("stream", "stream_options"))
+        id, engine = f"{prefix}-{request.request_id or request_id}", self._engine_for(request.model)
+        if isinstance(request, EmbeddingRequest):
+            take_messages(request, engine, chat.prompts)
+            if request.encoding_format in ("bytes", "bytes_only"):
                 raise bad_field("encoding_format", "encoding_format: a batch gives JSON: ask for float or base64")
-            return prepare_embedding(embedding, engine, self._parts.chat.options, name, self._tenant)
-        if url in SCORES:
-            scored = self._decoder.decode(body, ScoreRequest)
-            name, engine = scored.request_id or request_id, self._engine_for(scored.model)
-            return prepare_score(scored, engine, self._parts.chat.options, name, self._tenant)
-        if url in RERANKINGS:
-            ranked = self._decoder.decode(body, RerankRequest)
-            name, engine = ranked.request_id or request_id, self._engine_for(ranked.model)
-            return prepare_rerank(ranked, engine, self._parts.chat.options, name, self._tenant)
-        decoded: GenerationRequest
-        if url == CHAT:
-            decoded = chat = self._decoder.decode(body, ChatCompletionRequest)
-        else:
-            decoded = completion = self._decoder.decode(body, CompletionRequest)
-        _check_whole(decoded, ("stream", "stream_options"))
-        name = decoded.request_id or request_id
-        engine = self._engine_for(decoded.model)
-        if url == CHAT:
-            return prepare_chat(chat, engine, f"chatcmpl-{name}", self._parts.chat, self._tenant)
-        return prepare_completion(completion, engine, f"cmpl-{name}", self._parts.chat, self._tenant)
+        return prepare(request, engine, id, chat if generates else chat.options, self._tenant)
+
+
+_WORK: Mapping[str, tuple[type[Any], str, Callable[..., PreparedRequest]]] = {
+    CHAT: (ChatCompletionRequest, "chatcmpl", prepare_chat),
+    COMPLETIONS: (CompletionRequest, "cmpl", prepare_completion),
+    EMBEDDINGS: (EmbeddingRequest, "embd", prepare_embedding),
+    **dict.fromkeys(SCORES, (ScoreRequest, "embd", prepare_score)),
+    **dict.fromkeys(RERANKINGS, (RerankRequest, "rerank", prepare_rerank)),
+}
+"""By endpoint: its body, the prefix of its answers' ids, and what prepares it."""
 
 
 def _is_its_own(error: EngineDeadError) -> bool:

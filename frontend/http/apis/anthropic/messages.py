@@ -423,7 +423,7 @@ def thinking_of(request: CountTokensRequest) -> Thinking:
 
 
 def prepare_messages(
-    request: MessagesRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
+    request: MessagesRequest, engine: Engine, id: str, parts: ChatParts, tenant: str
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     thinking, chat = thinking_of(request), as_chat(request)
@@ -433,7 +433,7 @@ def prepare_messages(
         omits_thinking=thinking.is_omitted,
         cached_block_tokens=welcome.block_size if welcome.enable_prefix_caching else 0,
     )
-    return prepared_as(_OWN_NAMES, lambda: prepare_chat(chat, engine, f"msg_{name}", parts, tenant, make_answer))
+    return prepared_as(_OWN_NAMES, lambda: prepare_chat(chat, engine, id, parts, tenant, make_answer))
 
 
 def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dict[str, Any] | None]:

@@ -66,11 +66,11 @@ class ClaudeModels(msgspec.Struct):
 
 
 async def messages(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: MessagesRequest, engine: Engine, name: str) -> PreparedRequest:
+    def prepare(request: MessagesRequest, engine: Engine, id: str) -> PreparedRequest:
         take_rank(request, exchange.header(RANK_HEADER))
-        return prepare_messages(request, engine, state.of(ChatParts), name, exchange.tenant)
+        return prepare_messages(request, engine, id, state.of(ChatParts), exchange.tenant)
 
-    await state.generate(exchange, lambda body: state.decoder.decode(body, MessagesRequest), prepare)
+    await state.generate(exchange, lambda body: state.decoder.decode(body, MessagesRequest), prepare, "msg_")
 
 
 async def count_tokens(state: ServerState, exchange: Exchange) -> None:

@@ -111,14 +111,14 @@ COHERE_NEUTRAL = {"images": Neutral("models read text alone", ([],))}
 
 
 async def embed(state: ServerState, exchange: Exchange) -> None:
-    def prepare(request: CohereEmbedRequest, engine: Engine, name: str) -> PreparedRequest:
-        return prepare_embed(request, engine, state.options, name, exchange.tenant)
+    def prepare(request: CohereEmbedRequest, engine: Engine, id: str) -> PreparedRequest:
+        return prepare_embed(request, engine, id, state.options, exchange.tenant)
 
-    await state.generate(exchange, lambda body: state.decoder.decode(body, CohereEmbedRequest), prepare)
+    await state.generate(exchange, lambda body: state.decoder.decode(body, CohereEmbedRequest), prepare, "embd-")
 
 
 def prepare_embed(
-    request: CohereEmbedRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: CohereEmbedRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """Raises ApiError and InvalidRequestError."""
     model = request.model or engine.names[0]
@@ -149,7 +149,7 @@ def prepare_embed(
     prompts = prompts_of(texts, params, engine, TextOptions(side, param=field))
     if request.truncate == "NONE":
         _check_lengths(prompts, field, request.max_tokens, welcome)
-    context = PoolingContext(f"embd-{name}", cache_salt(request, tenant), request.priority, request.model)
+    context = PoolingContext(id, cache_salt(request, tenant), request.priority, request.model)
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> CohereEmbedResponse:
         meta = CohereMeta(CohereApiVersion(), CohereBilledUnits(usage.prompt_tokens))

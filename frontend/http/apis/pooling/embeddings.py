@@ -163,10 +163,10 @@ class EncodedMetadata(msgspec.Struct):
 
 
 def prepare_embedding(
-    request: EmbeddingRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: EmbeddingRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
-    id, model = f"embd-{name}", request.model or engine.names[0]
+    model = request.model or engine.names[0]
     asked = request.model
     if request.task is not None:
         if request.task not in engine.adapters:
@@ -185,10 +185,10 @@ def prepare_embedding(
 
 
 def prepare_pooling(
-    request: PoolingRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: PoolingRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """As `prepare_embedding`."""
-    id, model = f"pool-{name}", request.model or engine.names[0]
+    model = request.model or engine.names[0]
 
     def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> PoolingResponse:
         items = []

@@ -46,17 +46,17 @@ from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, RouteSpec, post
 from headrace.frontend.http.server.state import ServerState
 
-Prepare = Callable[[Any, Engine, ServeOptions, str, str], PreparedRequest]
-"""Makes what is run of a request, an engine, the server's options, the request's id, and the tenant."""
+Prepare = Callable[[Any, Engine, str, ServeOptions, str], PreparedRequest]
+"""Makes what is run of a request, an engine, the response's id, the server's options, and the tenant."""
 
 
-async def _generate(state: ServerState, exchange: Exchange, *, kind: type[Any], prepare: Prepare) -> None:
-    def prepared(request: Any, engine: Engine, name: str) -> PreparedRequest:
+async def _generate(state: ServerState, exchange: Exchange, *, kind: type[Any], prepare: Prepare, prefix: str) -> None:
+    def prepared(request: Any, engine: Engine, id: str) -> PreparedRequest:
         if isinstance(request, TextFields):
             take_messages(request, engine, state.of(ChatParts).prompts)
-        return prepare(request, engine, state.options, name, exchange.tenant)
+        return prepare(request, engine, id, state.options, exchange.tenant)
 
-    await state.generate(exchange, lambda body: state.decoder.decode(body, kind), prepared)
+    await state.generate(exchange, lambda body: state.decoder.decode(body, kind), prepared, prefix)
 
 
 async def rerank(state: ServerState, exchange: Exchange) -> None:
@@ -65,30 +65,44 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
         request = state.decoder.decode_one_of(body, kinds) if b'"texts"' in body else None
         return state.decoder.decode(body, RerankRequest) if request is None else request
 
-    def prepare(request: RerankRequest | TeiRerankRequest, engine: Engine, name: str) -> PreparedRequest:
+    def prepare(request: RerankRequest | TeiRerankRequest, engine: Engine, id: str) -> PreparedRequest:
         if isinstance(request, TeiRerankRequest):
             exchange.error_body = tei_error_body
             with tei_statuses():
-                context = PoolingContext(f"rerank-{name}", exchange.tenant)
-                return prepare_tei_rerank(request, engine, state.options, context)
-        return prepare_rerank(request, engine, state.options, name, exchange.tenant)
+                return prepare_tei_rerank(request, engine, state.options, PoolingContext(id, exchange.tenant))
+        return prepare_rerank(request, engine, id, state.options, exchange.tenant)
 
-    await state.generate(exchange, decode, prepare)
+    await state.generate(exchange, decode, prepare, "rerank-")
 
 
-def _post(path: str, prepare: Prepare, summary: str, request: Any, response: Any) -> RouteSpec:
-    handler = functools.partial(_generate, kind=request, prepare=prepare)
+def _post(path: str, prepare: Prepare, prefix: str, summary: str, request: Any, response: Any) -> RouteSpec:
+    """prefix: of the response's id."""
+    handler = functools.partial(_generate, kind=request, prepare=prepare, prefix=prefix)
     return post(path, handler, summary, request, response, GENERATION, access=Access.CLIENT)
 
 
 ROUTES = (
     *(
-        _post(path, prepare_embedding, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse)
+        _post(
+            path,
+            prepare_embedding,
+            "embd-",
+            "Compute the embedding vectors of texts",
+            EmbeddingRequest,
+            EmbeddingResponse,
+        )
         for path in ("/v1/embeddings", "/embeddings")
     ),
-    _post("/pooling", prepare_pooling, "Compute vectors, classes or rewards of texts", PoolingRequest, PoolingResponse),
+    _post(
+        "/pooling",
+        prepare_pooling,
+        "pool-",
+        "Compute vectors, classes or rewards of texts",
+        PoolingRequest,
+        PoolingResponse,
+    ),
     *(
-        _post(path, prepare_score, "Score pairs of texts", ScoreRequest, ScoreResponse)
+        _post(path, prepare_score, "embd-", "Score pairs of texts", ScoreRequest, ScoreResponse)
         for path in ("/score", "/v1/score")
     ),
     *(
@@ -104,7 +118,7 @@ ROUTES = (
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        _post(path, prepare_classify, "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
+        _post(path, prepare_classify, "classify-", "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
         for path in ("/classify", "/v1/classify")
     ),
 )

@@ -177,7 +177,7 @@ class ClassifyResponse(msgspec.Struct):
 
 
 def prepare_score(
-    request: ScoreRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: ScoreRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """Raises ApiError and InvalidRequestError."""
     first_name, first = _given(request, ("queries", "text_1", "data_1"))
@@ -195,7 +195,7 @@ def prepare_score(
             f"{first_name} has {len(ones)} texts and {second_name} {len(others)}: give one text, or as many as there",
         )
     pairs = list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
-    id, model = f"embd-{name}", request.model or engine.names[0]
+    model = request.model or engine.names[0]
 
     def write(scores: Sequence[float], usage: PoolingUsage) -> ScoreResponse:
         items = [ScoreItem(index, "score", score) for index, score in enumerate(scores)]
@@ -205,13 +205,13 @@ def prepare_score(
 
 
 def prepare_rerank(
-    request: RerankRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: RerankRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """Raises ApiError and InvalidRequestError."""
     if not request.documents:
         raise bad_field("documents", "documents is an empty list: give at least one text")
     texts = [text_of(each, f"documents[{index}]") for index, each in enumerate(request.documents)]
-    id, model = f"rerank-{name}", request.model or engine.names[0]
+    model = request.model or engine.names[0]
     shows = request.return_documents is not False
 
     def write(scores: Sequence[float], usage: PoolingUsage) -> RerankResponse:
@@ -227,10 +227,10 @@ def prepare_rerank(
 
 
 def prepare_classify(
-    request: ClassifyRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: ClassifyRequest, engine: Engine, id: str, options: ServeOptions, tenant: str
 ) -> PreparedRequest:
     """Raises ApiError and InvalidRequestError."""
-    model, id = request.model or engine.names[0], f"classify-{name}"
+    model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "classes")
     params = _params(request, "classify", pooling, model)
     how, labels = TextOptions(request.truncation_side, special=request.add_special_tokens is not False), pooling.labels

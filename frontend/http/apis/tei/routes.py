@@ -84,11 +84,11 @@ async def answer(
 ) -> None:
     """prepare: from a decoded request to the function that prepares it."""
 
-    def prepared(request: Any, engine: Engine, name: str) -> PreparedRequest:
-        return prepare(request)(request, engine, state.options, PoolingContext(f"tei-{name}", exchange.tenant))
+    def prepared(request: Any, engine: Engine, id: str) -> PreparedRequest:
+        return prepare(request)(request, engine, state.options, PoolingContext(id, exchange.tenant))
 
     with statuses():
-        await state.generate(exchange, decode, prepared)
+        await state.generate(exchange, decode, prepared, "tei-")
 
 
 def _answering(kind: type[Any], prepare: Prepare) -> Handler:
