@@ -334,7 +334,7 @@ class EnginePool(RoutedRequests):
         """The engine accepts no new requests."""
         self._forget_names()
         if engine.name in self.router.members:
-            self._carry_out(self.router.drain(engine.name, time.monotonic()))
+            self.router.drain(engine.name, time.monotonic())
 
     def changed(self, engine: Engine, welcome: Welcome) -> None:
         """The engine has loaded other weights."""

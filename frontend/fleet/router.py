@@ -5,7 +5,7 @@ constructor, and decisions are returned. `EnginePool` (pool.py) carries them out
 
            place                      first token              end
     new ----------> assigned to a member ------------ ... ------------> forgotten
-     |                ^        | lost, suspected, slow, refused, drained
+     |                ^        | lost, suspected, slow, refused
      |     placed     |        v
      +------------> held     Move to another member, Wait (held), or Fail
        no member now
@@ -54,7 +54,7 @@ KNOWN_WITHIN_S = 0.1
 CHOICES = ("only", "rank", "session", "prefix", "load")
 """Why an engine was chosen: it is the only one; the request names its rank; it ran the session's last request; it has a
 prefix of the prompt; it has the lowest cost."""
-MIGRATIONS = ("died", "silent", "stalled", "slow", "drained", "refused", "held")
+MIGRATIONS = ("died", "silent", "stalled", "slow", "refused", "held")
 PROMPT_TOKENS = ("all", "expected", "cached")
 
 
@@ -174,13 +174,11 @@ class Router:
         ]
         return [self._fail(each, None, group.failure) for each in waiting]
 
-    def drain(self, name: str, now_s: float, *, at_once: bool = False) -> list[Decision]:
-        """The engine accepts no new requests. Its requests finish there, or with `at_once` move now if another engine
-        can take them."""
+    def drain(self, name: str, now_s: float) -> None:
+        """The engine accepts no new requests. Its requests finish there."""
         member = self.members[name]
         member.is_draining = True
         self._update(member, now_s)
-        return self._move_off(member, "drained", now_s) if at_once else []
 
     def change_version(self, name: str, version: str, weights: str, now_s: float) -> list[Decision]:
         """The engine has loaded other weights on request: its requests continue with them, there and on engines of the
@@ -534,14 +532,11 @@ class Router:
     def _move_off(self, member: Member, reason: str, now_s: float) -> list[Decision]:
         """Moves requests off a live engine. Those without another engine, or without migrations left, stay."""
         decisions: list[Decision] = []
-        planned = reason == "drained"
         evidence = member.silent_s(now_s) / self.options.suspect_after_s if reason == "silent" else math.inf
         for request in list(member.requests):
             if evidence <= self.options.again_suspect_factor**request.suspicions_without_token:
                 continue
-            if not self.options.max_migrations or (
-                not planned and request.moves_without_token >= self.options.max_migrations
-            ):
+            if request.moves_without_token >= self.options.max_migrations:
                 continue
             if not self._can_leave(request, member):
                 continue
@@ -554,9 +549,8 @@ class Router:
             except (NoEngineError, AllFullError):
                 self._board(request, member, now_s)
                 break
-            if not planned:
-                request.note_move()
-                request.note_suspicion()
+            request.note_move()
+            request.note_suspicion()
             self._board(request, target, now_s)
             self.migrations[reason] += 1
             decisions.append(Move(request, member, target, reason))
