@@ -1,4 +1,4 @@
-"""Bounded waits: each has a deadline, and may end early when a watched process dies."""
+"""Bounded waits: each has a deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from headrace.ipc.failure import HeadraceError
@@ -45,19 +45,11 @@ class Deadline:
         return WaitTimeoutError(f"{what} did not happen within {self.total_s:g} s")
 
 
-def wait_readable(fd: int, deadline: Deadline, *, what: str, watch_pidfds: Iterable[int] = ()) -> bool:
-    """Waits until `fd` is readable (returns True) or a watched process has ended (returns False).
-
-    Raises WaitTimeoutError at the deadline. If both are ready it returns True, so that a last message is not lost.
-    """
+def wait_readable(fd: int, deadline: Deadline, *, what: str) -> None:
+    """Waits until `fd` is readable. Raises WaitTimeoutError at the deadline."""
     poller = select.poll()
-    for each in (fd, *watch_pidfds):
-        poller.register(each, select.POLLIN)
-    remaining_s = deadline.remaining_s
-    events = poller.poll(None if remaining_s is None else remaining_s * 1e3)
-    if not events:
-        raise deadline.fail(what)
-    return any(ready == fd for ready, _ in events)
+    poller.register(fd, select.POLLIN)
+    deadline.poll(poller, what)
 
 
 def open_pidfd(pid: int) -> int:
