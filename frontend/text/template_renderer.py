@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from headrace.frontend.text.template_messages import MOST_BYTES, Output, Rendered, Rendering, TemplateMessage
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError
-from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.process.helper import Helper, Sent, WorkerEnded
+from headrace.ipc.process.helper import Helper, Sent, WorkerEnded, is_from_outside
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.wait import WaitTimeoutError
 
@@ -201,7 +200,7 @@ class TemplateRenderer:
                 self._give(begun.lane)
         if isinstance(answer, Rendered):
             return answer
-        if answer.status == -signal.SIGKILL or -answer.status in STOP_SIGNALS:
+        if is_from_outside(answer.status):
             return None
         raise TemplateLimitError(_reason(answer.status))
 

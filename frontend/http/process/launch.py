@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +33,7 @@ from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.log import CONFIG_VARIABLE, FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
 from headrace.ipc.process.private_files import warn_of_open_secret
+from headrace.ipc.process.proc import status_of
 from headrace.ipc.transport.keys import VARIABLE as KEYS_VARIABLE
 from headrace.ipc.transport.keys import use_own_keys
 from headrace.ipc.transport.sockets import is_loopback
@@ -95,13 +95,10 @@ _told.setLevel(logging.DEBUG)
 
 def process_began_s() -> float:
     """When this process was started, in seconds since the epoch; now, where the system does not say."""
-    now_s = time.time()
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(after_name[19])  # field 22 of proc(5): since boot
-        return now_s - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):
+    now_s, status = time.time(), status_of(os.getpid())
+    if status is None:
         return now_s
+    return now_s - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - status.started / os.sysconf("SC_CLK_TCK"))
 
 
 def launch(engine_options: Options, options: ServeOptions) -> int:

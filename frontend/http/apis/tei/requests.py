@@ -51,11 +51,9 @@ Direction = Annotated[
 RawScores = Annotated[bool | None, Meta(description="Return logits, not probabilities; default: false")]
 
 
-class TeiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Truncation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     truncate: Truncate = None
     truncation_direction: Direction = None
-    model: Model = None
-    request_id: RequestId = None
 
     @property
     def side(self) -> Literal["left", "right"]:
@@ -65,6 +63,11 @@ class TeiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def kept(self) -> int | None:
         """`PoolingParams.truncate_prompt_tokens`"""
         return None if self.truncate is False else -1
+
+
+class TeiRequest(Truncation, kw_only=True):
+    model: Model = None
+    request_id: RequestId = None
 
 
 class TeiInputs(TeiRequest):
@@ -111,9 +114,7 @@ class TeiSimilarityInputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     sentences: list[str]
 
 
-class TeiSimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    truncate: Truncate = None
-    truncation_direction: Direction = None
+class TeiSimilarityParameters(Truncation, kw_only=True):
     prompt_name: PromptName = None
 
 
@@ -260,17 +261,15 @@ def prepare_similarity(
         raise EmptyListError("inputs.sentences", "give at least one text")
     model = request.model or engine.names[0]
     _, pooling = pooling_of(engine, model, "embeddings")
-    kept, named = None if given.truncate is False else -1, given.prompt_name
+    kept, named = given.kept, given.prompt_name
     params = checked_params(pooling, model, task="embed", truncate_prompt_tokens=kept, prompt_name=named)
 
     def write(scores: Sequence[float], usage: PoolingUsage) -> list[float]:
         return list(scores)
 
-    side: Literal["left", "right"] = "left" if given.truncation_direction in ("Left", "left") else "right"
     pairs = [(request.inputs.source_sentence, text) for text in request.inputs.sentences]
     names = ("inputs.source_sentence", "inputs.sentences")
-    asked = Pairs(pairs, names, params, side)
-    return prepare_pairs(asked, engine, options, context, write)
+    return prepare_pairs(Pairs(pairs, names, params, given.side), engine, options, context, write)
 
 
 def _class_params(task: str, raw_scores: bool | None, kept: int | None, engine: Engine, model: str) -> PoolingParams:
