@@ -190,6 +190,14 @@ def bad_field(param: str, message: str, code: str | None = "invalid_value") -> A
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
+def text_in(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A text that an object of the request, which stands at `where`, must have. Raises ApiError."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
+    return value
+
+
 def unavailable(message: str, *, code: str) -> ApiError:
     return ApiError(
         HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code=code, retry_after_s=RETRY_AFTER_S

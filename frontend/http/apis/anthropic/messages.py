@@ -36,7 +36,7 @@ from headrace.frontend.http.apis.openai.requests import (
 )
 from headrace.frontend.http.apis.responses.items import from_encrypted
 from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
-from headrace.frontend.http.server.errors import bad_field
+from headrace.frontend.http.server.errors import bad_field, text_in
 from headrace.frontend.http.server.generation import PreparedRequest, prepared_as
 from headrace.frontend.http.server.tool_results import readable
 from headrace.frontend.request.parameters.structured_outputs import RETIRED
@@ -231,13 +231,13 @@ def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[s
         match block.get("type"):
             case "tool_result":
                 text = _result_text(block.get("content"), f"{at}.content", offered)
-                results.append(ChatMessage(role="tool", content=text, tool_call_id=_field(block, "tool_use_id", at)))
+                results.append(ChatMessage(role="tool", content=text, tool_call_id=text_in(block, "tool_use_id", at)))
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": _field(block, "name", at), "arguments": arguments}
-                calls.append({"id": _field(block, "id", at), "type": "function", "function": function})
+                function = {"name": text_in(block, "name", at), "arguments": arguments}
+                calls.append({"id": text_in(block, "id", at), "type": "function", "function": function})
             case "thinking":
-                thoughts.append(_field(block, "thinking", at) or _omitted(block, at))
+                thoughts.append(text_in(block, "thinking", at) or _omitted(block, at))
             case "redacted_thinking":
                 pass  # encrypted by its writer, so it cannot be read here
             case "tool_addition" | "tool_removal":
@@ -292,7 +292,7 @@ def _result_text(content: Any, where: str, offered: OfferedTools[dict[str, Any]]
     for index, block in enumerate(content):
         if isinstance(block, dict) and block.get("type") == "tool_reference":
             at = f"{where}[{index}]"
-            name = _field(block, "tool_name", at)
+            name = text_in(block, "tool_name", at)
             offered.refer(name, f"{at}.tool_name")
             block = {"type": "text", "text": f"The tool {name} can be called now."}
         blocks.append(readable(block))
@@ -326,7 +326,7 @@ def _text_of(block: Any, where: str, *, is_inner: bool = False) -> str:
         raise bad_field(where, f"{where} must be {{type: text, text: ...}}")
     match kind := block.get("type"), block.get("source"):
         case "text", _:
-            return _field(block, "text", where)
+            return text_in(block, "text", where)
         case "document", {"type": "text", "data": str() as text} if not is_inner:
             parts = [block.get("title"), block.get("context"), text]
         case "document", {"type": "content", "content": content} if not is_inner:
@@ -339,13 +339,6 @@ def _text_of(block: Any, where: str, *, is_inner: bool = False) -> str:
                 where, f"{where}: content of type {str(kind)[:80]!r} is not supported: the model reads text"
             )
     return "\n".join(part for part in parts if isinstance(part, str) and part)
-
-
-def _field(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
-    return value
 
 
 def _defined_tool(definition: Any, where: str) -> tuple[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ from headrace.frontend.http.apis.responses.items import (
     new_id,
 )
 from headrace.frontend.http.apis.responses.requests import ResponsesRequest
-from headrace.frontend.http.server.errors import ApiError, bad_field
+from headrace.frontend.http.server.errors import ApiError, bad_field, text_in
 from headrace.frontend.http.server.tool_results import readable
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -99,7 +99,7 @@ def stored_form(given: str | Sequence[Any], known: Mapping[str, Item], earlier: 
             continue
         if not _is_reference(item):
             items.append(_stored_item(item, where))
-        elif (id := _text(item, "id", where)) not in known:
+        elif (id := text_in(item, "id", where)) not in known:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
                 f"Item with id {id!r:.200} not found. Items are not persisted when `store` is set to false, and the "
@@ -119,7 +119,7 @@ def _stored_item(item: Any, where: str) -> Item:
     if kind == "message":
         return _stored_message(item, where)
     if kind == "function_call":
-        call = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+        call = {name: text_in(item, name, where) for name in ("call_id", "name", "arguments")}
         return {"type": kind, "id": item.get("id") or new_id("fc"), **call, **_namespace(item), "status": "completed"}
     if kind in _TRAINED_CALLS:
         name, field = _TRAINED_CALLS[str(kind)]
@@ -131,7 +131,7 @@ def _stored_item(item: Any, where: str) -> Item:
         text = said if isinstance(said, str) else _as_json(said)
         return _stored_item({"type": "function_call_output", **own, "output": text}, where)
     if kind == CUSTOM_CALL:
-        call = {name: _text(item, name, where) for name in ("call_id", "name", "input")}
+        call = {name: text_in(item, name, where) for name in ("call_id", "name", "input")}
         return {"type": kind, "id": item.get("id") or new_id("ctc"), **call, **_namespace(item)}
     if kind in _OUTPUTS:
         output = item.get("output")
@@ -140,28 +140,28 @@ def _stored_item(item: Any, where: str) -> Item:
                 _part(readable(part), "input_text", f"{where}.output") for part in _parts(output, f"{where}.output")
             ]
         prefix = "fco" if kind == "function_call_output" else "ctco"
-        own = {"id": item.get("id") or new_id(prefix), "call_id": _text(item, "call_id", where)}
+        own = {"id": item.get("id") or new_id(prefix), "call_id": text_in(item, "call_id", where)}
         return {"type": kind, **own, "output": output, "status": "completed"}
     if kind == "reasoning":
         own = {"id": item.get("id") or new_id("rs"), "summary": item.get("summary") or []}
         return {"type": kind, **own, "content": [{"type": "reasoning_text", "text": _reasoning(item, where)}]}
     if kind == "mcp_call":
-        call = {name: _text(item, name, where) for name in ("server_label", "name", "arguments")}
+        call = {name: text_in(item, name, where) for name in ("server_label", "name", "arguments")}
         rest = {name: item.get(name) for name in ("approval_request_id", "output", "error")}
         return {"type": kind, "id": item.get("id") or new_id("mcp"), **call, **rest, "status": "completed"}
     if kind == APPROVAL_REQUEST:
         return {
             "type": kind,
-            **{name: _text(item, name, where) for name in ("id", "server_label", "name", "arguments")},
+            **{name: text_in(item, name, where) for name in ("id", "server_label", "name", "arguments")},
         }
     if kind == APPROVAL_RESPONSE:
         if not isinstance(item.get("approve"), bool):
             raise bad_field(f"{where}.approve", f"{where}.approve must be true or false")
-        answer = {"approve": item["approve"], "reason": item.get("reason") and _text(item, "reason", where)}
+        answer = {"approve": item["approve"], "reason": item.get("reason") and text_in(item, "reason", where)}
         own = {"id": item.get("id") or new_id("mcprr")}
-        return {"type": kind, **own, "approval_request_id": _text(item, "approval_request_id", where), **answer}
+        return {"type": kind, **own, "approval_request_id": text_in(item, "approval_request_id", where), **answer}
     if kind == "mcp_list_tools":  # the server lists the tools again
-        known = {"id": item.get("id") or new_id("mcpl"), "server_label": _text(item, "server_label", where)}
+        known = {"id": item.get("id") or new_id("mcpl"), "server_label": text_in(item, "server_label", where)}
         return {"type": kind, **known, "tools": item.get("tools") or []}
     raise bad_field(
         f"{where}.type",
@@ -202,19 +202,12 @@ def _parts(content: Any, where: str) -> list[Any]:
 
 def _part(part: Any, kind: str, where: str) -> Item:
     if isinstance(part, dict) and part.get("type") == "refusal":
-        return {"type": "refusal", "refusal": _text(part, "refusal", where)}
+        return {"type": "refusal", "refusal": text_in(part, "refusal", where)}
     if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
         named = part.get("type") if isinstance(part, dict) else part
         raise bad_field(where, f"{where}: a part of type {str(named)[:80]!r} is not supported: models read text alone")
     more: Item = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-    return {"type": kind, "text": _text(part, "text", where), **more}
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
-    return value
+    return {"type": kind, "text": text_in(part, "text", where), **more}
 
 
 def _reasoning(item: Item, where: str) -> str:
@@ -223,7 +216,7 @@ def _reasoning(item: Item, where: str) -> str:
         parts = _parts(item["content"], f"{where}.content")
         return "".join(_part(part, "input_text", f"{where}.content")["text"] for part in parts)
     if item.get("encrypted_content"):
-        content = _text(item, "encrypted_content", where)
+        content = text_in(item, "encrypted_content", where)
         with contextlib.suppress(ValueError):
             return from_encrypted(content)
     return ""
