@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.request.lists import elements
+from headrace.frontend.request.lists import one_for_each
 from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.ipc.adapters import MOST_NAME, AdapterUse
 from headrace.ipc.failure import InvalidRequestError
@@ -94,16 +94,7 @@ def absolute(path: str) -> str:
 
 def lora_requests_for(given: Any, count: int) -> Sequence[LoRARequest | None]:
     """One LoRARequest, or None, for each of `count` prompts. Raises InvalidRequestError."""
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    several = elements(given)
-    if several is None or not all(each is None or isinstance(each, LoRARequest) for each in several):
-        raise InvalidRequestError(
-            f"lora_request must be a LoRARequest, or a list with one (or None) for each prompt, not {given!r:.100}"
-        )
-    if len(several) != count:
-        raise InvalidRequestError(f"there are {count} prompts and {len(several)} lora_requests; give one for each")
-    return several
+    return one_for_each(given, LoRARequest, "lora_request", count, may_be_none=True)
 
 
 def _bad(name: str, value: object, why: str) -> InvalidRequestError:

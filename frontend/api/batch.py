@@ -17,7 +17,7 @@ from typing import Any
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request_stream import RequestListener, RequestStream
 from headrace.frontend.request.checks import CheckedRequest, check
-from headrace.frontend.request.lists import elements
+from headrace.frontend.request.lists import elements, one_for_each
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -320,14 +320,7 @@ def params_for(given: Any, welcome: Welcome, count: int, kind: RequestOutputKind
         given = default_params(welcome)
     if isinstance(given, SamplingParams):
         return [given.frozen(kind)] * count
-    several = elements(given)
-    if several is None or not all(isinstance(each, SamplingParams) for each in several):
-        raise InvalidRequestError(
-            f"sampling_params must be a SamplingParams, or a list with one for each prompt, not {given!r:.100}"
-        )
-    if len(several) != count:
-        raise InvalidRequestError(f"there are {count} prompts and {len(several)} sampling_params; give one for each")
-    return [each.frozen(kind) for each in several]
+    return [each.frozen(kind) for each in one_for_each(given, SamplingParams, "sampling_params", count)]
 
 
 def default_params(welcome: Welcome) -> SamplingParams:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_requests
 from headrace.frontend.client.background import BackgroundLoop
-from headrace.frontend.request.lists import elements
+from headrace.frontend.request.lists import one_for_each
 from headrace.frontend.request.pair_prompts import (
     PairTemplate,
     late_prompts,
@@ -246,16 +246,7 @@ def pooling_params_for(
     given: Any, count: int, task: str | None, truncate_prompt_tokens: int | None = None
 ) -> list[PoolingParams]:
     """One PoolingParams for each of `count` prompts, as copies with this task. Raises InvalidRequestError."""
-    if given is None or isinstance(given, PoolingParams):
-        several: Sequence[Any] = [given or PoolingParams()] * count
-    else:
-        several = elements(given) or ()
-        if not several or not all(isinstance(each, PoolingParams) for each in several):
-            raise InvalidRequestError(
-                f"pooling_params must be a PoolingParams, or a list with one for each prompt, not {given!r:.100}"
-            )
-        if len(several) != count:
-            raise InvalidRequestError(f"there are {count} prompts and {len(several)} pooling_params; give one for each")
+    several = one_for_each(PoolingParams() if given is None else given, PoolingParams, "pooling_params", count)
     copies = {key: each.clone() for key, each in {id(each): each for each in several}.items()}
     for each in copies.values():
         if task is not None:

@@ -34,6 +34,24 @@ def elements(value: Any) -> Sequence[Any] | None:
     return converted if isinstance(converted, list) else [converted]
 
 
+def one_for_each(given: Any, kind: type, name: str, count: int, *, may_be_none: bool = False) -> Sequence[Any]:
+    """One of this kind for each of `count` prompts: the same for all, or those of a list. name: of the argument.
+    may_be_none: prompts may have None in its place. Raises InvalidRequestError."""
+    kinds = (kind, type(None)) if may_be_none else kind
+    if isinstance(given, kinds):
+        return [given] * count
+    several = elements(given)
+    if several is None or not all(isinstance(each, kinds) for each in several):
+        one = "one (or None)" if may_be_none else "one"
+        raise InvalidRequestError(
+            f"{name} must be a {kind.__name__}, or a list with {one} for each prompt, not {given!r:.100}"
+        )
+    if len(several) != count:
+        names = name.removesuffix("s") + "s"
+        raise InvalidRequestError(f"there are {count} prompts and {len(several)} {names}; give one for each")
+    return several
+
+
 def asks_for_nothing(value: Any) -> bool:
     """Whether the value is None or empty, or a list or dict of such values alone."""
     if value is None:

@@ -12,10 +12,12 @@ from null_with_tokenizer import BACKEND, VOCAB_SIZE
 
 from headrace import LLM, HeadraceError, PoolingParams, RequestFailedError
 from headrace.core.engine.sessions import Sessions
+from headrace.frontend.api.pooling_calls import pooling_params_for
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.request.checks import NO_TOKENS, CheckedRequest
 from headrace.frontend.request.prompts import Prompt
+from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import MOST_PROMPTS, Abort, AddPrompts, AddRequest, ClientMessage, FollowPrefixes, Pool
 
 EMBED = Pool(kinds=("embed",))
@@ -148,3 +150,17 @@ def test_a_list_reaches_the_core_as_one_message_and_each_text_is_told_apart(monk
         llm.embed(prompts[:2], pooling_params=params, use_tqdm=False)
         with pytest.raises(HeadraceError, match=r"prompts\[1\]"):
             llm.embed([[5], [10**6]], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([PoolingParams()], "there are 2 prompts and 1 pooling_params; give one for each"),
+        ([PoolingParams(), "b"], "must be a PoolingParams, or a list with one for each prompt, not"),
+        ({"dimensions": 2}, "must be a PoolingParams, or a list with one for each prompt, not"),
+    ],
+)
+def test_numbers_of_pooling_params_must_match(given: Any, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        pooling_params_for(given, 2, "embed")
+    assert len(pooling_params_for(None, 2, "embed")) == len(pooling_params_for([PoolingParams()] * 2, 2, "embed")) == 2
