@@ -17,10 +17,10 @@ from headrace.frontend.vllm import modules as vllm_modules
 
 if TYPE_CHECKING:
     from headrace.executor.models.registry import ModelRegistry
-    from headrace.frontend.adapters.lora_request import LoRARequest
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.frontend.api.llm import LLM, connect
+    from headrace.frontend.request.lora_request import LoRARequest
     from headrace.frontend.request.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.frontend.request.parameters.pooling_params import PoolingParams
     from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams
@@ -76,7 +76,7 @@ _HOMES = {
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
     "LLMEngine": "frontend.vllm.llm_engine",
-    "LoRARequest": "frontend.adapters.lora_request",
+    "LoRARequest": "frontend.request.lora_request",
     "Logprob": "frontend.request.outputs",
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",

@@ -117,6 +117,18 @@ def test_a_folder_imports_only_what_it_may(folder: str) -> None:
     assert not wrong, f"{folder}/ may import {sorted(MAY_IMPORT[folder])}: {wrong}"
 
 
+@pytest.mark.parametrize(("room", "below"), [("text", {"text"}), ("request", {"text", "request"})])
+def test_what_users_ask_for_knows_nothing_of_who_answers(room: str, below: set[str]) -> None:
+    wrong = [
+        f"{path}:{found.line} imports {found.name}"
+        for path in tree.python_files("frontend")
+        if path.is_relative_to(f"frontend/{room}")
+        for found in tree.imports(path)
+        if _is_within(found.name, "headrace.frontend") and found.name.split(".")[2] not in below
+    ]
+    assert not wrong
+
+
 def test_the_executor_uses_the_cpu_kernels_by_their_facade() -> None:
     inner = [
         f"{path}:{found.line} imports {found.name}"

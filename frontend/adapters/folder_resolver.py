@@ -7,8 +7,8 @@ import json
 import os
 from pathlib import Path
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.adapters.resolver import LoRAResolver
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.ipc.adapters import CONFIG_NAME, MOST_CONFIG_BYTES
 from headrace.ipc.process.regular_files import read_file
 

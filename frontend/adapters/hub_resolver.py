@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.frontend.adapters.folder_resolver import adapter_at, is_below
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.adapters.resolver import LoRAResolver
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.ipc.adapters import CONFIG_NAME
 from headrace.ipc.failure import let_interrupts_pass
 

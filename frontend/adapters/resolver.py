@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from headrace.frontend.adapters.lora_request import LoRARequest
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugin, lora_resolver_entries
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import default_params, params_for
 from headrace.frontend.api.beam_search import BeamSearchAbort, BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
@@ -33,6 +32,7 @@ from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, Source
 from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import check, checked_id
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams

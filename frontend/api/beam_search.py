@@ -14,10 +14,10 @@ import math
 import numbers
 from collections.abc import Iterator, Sequence
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import RequestBatch, checked_requests
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.request.checks import check
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from headrace.frontend.request.parameters.sampling_fields import ParamsStruct, plain_integer
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams

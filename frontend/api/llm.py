@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import (
     RequestBatch,
     SharedBar,
@@ -40,6 +39,7 @@ from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting
 from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.batch import RequestBatch, SharedBar, checked_requests
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.request.lists import one_for_each
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.pair_prompts import (
     PairTemplate,
     late_prompts,

@@ -14,12 +14,12 @@ import msgspec
 from headrace.core.options.adapters import max_loras_of
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
 from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, metric_table, number, percentile, summary
 from headrace.frontend.bench.traffic.workload import PromptMaker, TextTokenizer, make_workload
 from headrace.frontend.client.engine_metrics import by_name
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.adapters.lora_request import LoRARequest, lora_requests_for
+from headrace.frontend.request.lora_request import LoRARequest, lora_requests_for
 from headrace.ipc.adapters import AdapterInfo, AdapterUse, KeyAdapter, activation_start, most_of_request
 from headrace.ipc.control import AdapterCommand, ListAdapters, LoadAdapter, PinAdapter, ScaleAdapters, UnloadAdapter
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, MissingAdapterError, UnknownAdapterError

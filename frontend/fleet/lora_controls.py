@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.client.control import blocking
 from headrace.frontend.fleet.adapters import FleetAdapters, is_unknown
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.parameters.sampling_fields import plain_integer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, MutableSequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
-    from headrace.frontend.adapters.lora_request import LoRARequest
+    from headrace.frontend.request.lora_request import LoRARequest
 
 
 @dataclasses.dataclass

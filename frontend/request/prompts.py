@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import msgspec
 
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.request.embeds import cut, placed
 from headrace.frontend.request.lists import asks_for_nothing, elements
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer

@@ -21,7 +21,6 @@ from headrace.core.options import compilation_config
 from headrace.core.options.parsing import add_options, fill_namespaces, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
-from headrace.frontend.adapters.lora_request import LoRARequest
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.sync_stream import Pump
@@ -29,6 +28,7 @@ from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.fleet.requests import id_in_use
 from headrace.frontend.request.checks import checked_id
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import tokenization_of

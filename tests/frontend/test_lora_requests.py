@@ -16,8 +16,8 @@ from headrace.frontend.adapters import hub_resolver
 from headrace.frontend.adapters.folder_resolver import FilesystemResolver
 from headrace.frontend.adapters.hub_resolver import HfHubResolver
 from headrace.frontend.adapters.lora_modules import LoRAModulePath, parse_lora_modules
-from headrace.frontend.adapters.lora_request import lora_requests_for
 from headrace.frontend.adapters.resolver import LoRAResolver, LoRAResolverRegistry
+from headrace.frontend.request.lora_request import lora_requests_for
 from headrace.ipc.adapters import AdapterUse
 
 BASE = "org/model"
