@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Set
+import os
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 from headrace.ipc.adapters import RowAdapter
-from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import ExpertBalance, LogprobRows, Task
 from headrace.ipc.row_inputs import RowInput
+from headrace.ipc.struct_types import threadsafe
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -104,18 +107,79 @@ def attachment(
 
 
 def attachment_bytes(sizes: StepSizes) -> dict[str, int]:
-    """The largest size of each kind that a plan may have, encoded."""
-    return {name: most(sizes) for name, (most, _) in _MOST_BYTES.items() if most is not None}
+    """The largest size of each kind that a plan may have, encoded. Raises OptionError, naming the kind."""
+    return {name: _size(name, "most_bytes", most, sizes) for name, (most, _) in _MOST_BYTES.items() if most is not None}
 
 
 def returned_bytes(sizes: StepSizes) -> dict[str, int]:
-    """The largest size of each kind that a result may have, encoded."""
-    return {name: most(sizes) for name, (_, most) in _MOST_BYTES.items() if most is not None}
+    """The largest size of each kind that a result may have, encoded. Raises OptionError, naming the kind."""
+    return {
+        name: _size(name, "most_returned_bytes", most, sizes)
+        for name, (_, most) in _MOST_BYTES.items()
+        if most is not None
+    }
+
+
+def _size(name: str, what: str, most: SizeOf, sizes: StepSizes) -> int:
+    where = f"the step attachment {KINDS[name].__module__}.{name}"
+    try:
+        found: Any = most(sizes)
+    except BaseException as error:  # of another package
+        let_interrupts_pass(error)
+        raise OptionError(f"{where} failed in {what}: {error!r:.200}") from error
+    if not isinstance(found, int) or found < 0:
+        raise OptionError(f"{where} has {what}={found!r:.100}; it must be a whole number of bytes, at least 0")
+    return found
 
 
 def attachments_type() -> Any:
     """The type of the attachments of plans and results, with the kinds that are registered by now, for a decoder."""
     return tuple[functools.reduce(operator.or_, KINDS.values()), ...]  # type: ignore[misc]
+
+
+def encode_array(value: Any) -> Any:
+    """The wire form of an array in a plan or a result. Raises TypeError for what has none."""
+    if isinstance(value, LazyArray):
+        value = value.value
+    if isinstance(value, Tensor):
+        return (value.dtype, value.shape, value.data)
+    if isinstance(value, np.ndarray):
+        return encode_array(Tensor.from_numpy(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no wire format")
+
+
+def decode_array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    tensor = Tensor(dtype, tuple(shape), memoryview(data))
+    return tensor if kind is Tensor else tensor.numpy()
+
+
+def problem_of_attachment(given: Any) -> str:
+    """Why this cannot go to another process as an attachment, in a sentence; "" if it can. In one process nothing is
+    encoded, so that a field of another type would only be found once there are workers."""
+    kind = type(given)
+    if KINDS.get(kind.__name__) is not kind:
+        return f"{given!r:.200} is no attachment of a registered kind"
+    try:
+        _decoder_of(kind).decode(_CHECKING.encode(given))
+    except Exception as error:
+        return f"{kind.__name__} has a field of another type than it declares: {error}"
+    return ""
+
+
+def _encode_known(value: Any) -> Any:
+    """As `encode_array`, without computing what is to be computed later."""
+    return ("int32", (0,), b"") if isinstance(value, LazyArray) else encode_array(value)
+
+
+_CHECKING = msgspec.msgpack.Encoder(enc_hook=_encode_known)
+
+
+@functools.cache
+def _decoder_of(kind: type[Attachment]) -> msgspec.msgpack.Decoder[Attachment]:
+    return msgspec.msgpack.Decoder(threadsafe(kind), dec_hook=decode_array)
 
 
 def _drafts_bytes(sizes: StepSizes) -> int:
@@ -264,6 +328,12 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     row: int
     failure: Failure
 
+    @classmethod
+    def of(cls, row: int, why: str, error_type: str) -> RowFailure:
+        """That of this process in a step."""
+        message = f"the request cannot go on: {why}"
+        return cls(row=row, failure=Failure(message=message, type=error_type, pid=os.getpid(), phase="step"))
+
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The vectors of rows that pool, in the step that computes the last of their tokens: a part for each kind."""
@@ -328,18 +398,40 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         def is_marked(row: int) -> bool:
             return bool(which(np.array([row]))[0])
 
-        return msgspec.structs.replace(
+        attachments, why = _selected(self.attachments, stays)
+        selected = msgspec.structs.replace(
             self,
             rows=self.rows[stays],
             token_ids=self.token_ids[kept],
             counts=counts,
-            attachments=tuple(each.select(stays) for each in self.attachments),
+            attachments=attachments,
             logprob_indices=indices,
             logprobs=logprobs,
             prompt_logprobs=tuple(run for run in self.prompt_logprobs if is_marked(run.row)),
             vectors=self.vectors and self.vectors.select(which(self.vectors.rows)),
             failures=tuple(failure for failure in self.failures if is_marked(failure.row)),
         )
+        return selected.failing(dict.fromkeys(selected.rows.tolist(), why), "StepFeatureError") if why else selected
+
+    def failing(self, problems: Mapping[int, str], error_type: str) -> StepResult:
+        """The result with failures in the place of rows. problems: row -> why its request cannot go on."""
+        others = self.only(lambda every: ~np.isin(every, list(problems)))
+        failures = tuple(RowFailure.of(row, why, error_type) for row, why in problems.items())
+        return msgspec.structs.replace(others, failures=(*others.failures, *failures))
+
+
+def _selected(attachments: tuple[Attachment, ...], kept: np.ndarray) -> tuple[tuple[Attachment, ...], str]:
+    """What is left of a result's attachments; and why one cannot say so, which is left out, or ""."""
+    found, why = list[Attachment](), ""
+    for each in attachments:
+        try:
+            if type(chosen := each.select(kept)) is not type(each):
+                raise TypeError(f"it returned {chosen!r:.100}; expected: a {type(each).__name__}")
+            found.append(chosen)
+        except BaseException as error:  # of another package
+            let_interrupts_pass(error)
+            why = f"the step attachment {type(each).__module__}.{type(each).__name__} failed in select: {error!r:.200}"
+    return tuple(found), why
 
 
 def select_logprobs(

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.ipc.codec import CodecError, Tensor
+from headrace.ipc.codec import CodecError
 from headrace.ipc.plugins import load_plugin, step_feature_entries
-from headrace.ipc.step import KINDS, LazyArray, StepPlan, StepResult, attachments_type
+from headrace.ipc.step import KINDS, StepPlan, StepResult, attachments_type, decode_array, encode_array
 from headrace.ipc.struct_types import threadsafe
 
 T = TypeVar("T", StepPlan, StepResult)
@@ -37,7 +37,7 @@ class StepCodec(Generic[T]):
         self._arrays = [name for name in kind.__struct_fields__ if hints[name] is np.ndarray]
         self._others = [name for name in kind.__struct_fields__ if hints[name] is not np.ndarray]
         self._header = struct.Struct("<I" + "cI" * len(self._arrays))
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
         self._hints = hints
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class StepCodec(Generic[T]):
             load_plugin(entry)
         hints = {**self._hints, "attachments": attachments_type()}
         rest_type: Any = tuple[tuple(hints[name] for name in self._others)]  # type: ignore[misc]
-        return msgspec.msgpack.Decoder(threadsafe(rest_type), dec_hook=_decode_array)
+        return msgspec.msgpack.Decoder(threadsafe(rest_type), dec_hook=decode_array)
 
     def encode(self, message: T) -> bytes:
         arrays = [getattr(message, name) for name in self._arrays]
@@ -85,21 +85,3 @@ class StepCodec(Generic[T]):
         except (struct.error, msgspec.DecodeError, ValueError, KeyError) as error:
             raise CodecError(f"not a {self._kind.__name__} of this version: {error!r}") from error
         return self._kind(**values)
-
-
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, LazyArray):
-        value = value.value
-    if isinstance(value, Tensor):
-        return (value.dtype, value.shape, value.data)
-    if isinstance(value, np.ndarray):
-        return _encode_array(Tensor.from_numpy(value))
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} has no wire format")
-
-
-def _decode_array(kind: type, value: Any) -> Any:
-    dtype, shape, data = value
-    tensor = Tensor(dtype, tuple(shape), memoryview(data))
-    return tensor if kind is Tensor else tensor.numpy()

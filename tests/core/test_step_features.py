@@ -24,11 +24,23 @@ from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.repeated_decode import ContinuedDecode
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.testing.null import NullExecutor
-from headrace.ipc import plugins
+from headrace.ipc import plugins, step
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import KINDS, Attachment, AttachmentError, StepPlan, StepSizes, attachment, attachment_bytes
+from headrace.ipc.step import (
+    KINDS,
+    Attachment,
+    AttachmentError,
+    LazyArray,
+    StepPlan,
+    StepResult,
+    StepSizes,
+    attachment,
+    attachment_bytes,
+    problem_of_attachment,
+    returned_bytes,
+)
 
 
 @attachment(most_bytes=lambda sizes: 8 * sizes.num_rows + 64)
@@ -233,7 +245,7 @@ class AnsweringAgain(Repeated):
         ("quiet_steps", -1, "None, or a whole number of at least 0"),
         ("quiet_steps", "many", "None, or a whole number of at least 0"),
         ("repeated", 3, "None or a Repeated"),
-        ("attachment", "x", "None or an Attachment"),
+        ("attachment", "x", "None, NOTHING_NOW, or an attachment of a kind that it attaches (none)"),
         ("take_again", np.zeros(1), "None, or a Followed"),
         ("follow", 5, "None, or a Followed"),
         ("follow", Followed(np.zeros(40, bool), {}), "None, or a Followed"),
@@ -274,6 +286,151 @@ def test_a_drafter_of_a_feature_with_answers_of_another_form_drafts_nothing(meth
     core = SteppedCore(executor_class=Noting, async_scheduling=False)
     core.loop.scheduler.add_feature(contain(feature, "lab"))
     assert answers(core) == plain
+
+
+def with_attachments(*found: Any, **others: Any) -> Any:
+    return lambda plan: msgspec.structs.replace(plan, attachments=(*plan.attachments, *found), **others)
+
+
+class Unknown(Attachment, frozen=True):
+    """A kind that is not registered."""
+
+
+def marks(numbers: Any) -> Marks:
+    return Marks(numbers=numbers)
+
+
+@pytest.mark.parametrize(
+    ("sealed", "why"),
+    [
+        (with_attachments(Unknown()), "it attached Unknown(), whose kind is none of those in `attaches`"),
+        (with_attachments("text"), "it attached 'text', whose kind is none of those"),
+        (with_attachments(marks(np.arange(3)), marks(np.arange(3))), "it attached two of a kind"),
+        (with_attachments(rows=np.array([2, 1, 0], np.int32)), "it changed the plan's rows; it may add"),
+        (lambda plan: msgspec.structs.replace(plan, attachments=[]), "it changed the plan's attachments; it may add"),
+        (with_attachments(marks([1, 2, 3])), "Marks has a field of another type than it declares"),
+        (with_attachments(marks(np.array([object()]))), "Marks has a field of another type than it declares"),
+        (with_attachments(marks(np.arange(3, dtype=np.uint64))), "Marks has a field of another type than it declares"),
+    ],
+)
+def test_a_plan_with_what_it_may_not_have_is_not_submitted(sealed: Any, why: str) -> None:
+    """Its rows would be computed for others, or no rank could read it."""
+
+    class Sealing(StepFeature):
+        attaches = (Marks,)
+
+        def seal(self, plan: StepPlan) -> StepPlan:
+            found: StepPlan = plan if len(plan.rows) < 3 else sealed(plan)
+            return found
+
+    told, core = told_of_three(Sealing())
+    assert len(told) == 3
+    assert all(each.startswith("the step feature lab failed in seal: TypeError(") and why in each for each in told)
+    plans = cast(ReadsMarks, core.executor).plans
+    assert all(not plan.attachments and plan.rows.tolist() == sorted(plan.rows.tolist()) for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("attached", "why"),
+    [
+        (Unknown(), "expected: None, NOTHING_NOW, or an attachment of a kind that it attaches (Marks)"),
+        (marks([1, 2, 3]), "Marks has a field of another type than it declares"),
+    ],
+)
+def test_a_repeated_plan_with_what_it_may_not_have_is_not_submitted(attached: Attachment, why: str) -> None:
+    class Again(StepFeature):
+        attaches = (Marks,)
+
+        def repeated(self, plan: StepPlan) -> Repeated:
+            return AnsweringAgain("attachment", attached)
+
+    told, core = told_of_three(Again())
+    assert len(told) == 3
+    assert all(each.startswith("the step feature lab failed in repeated: TypeError(") and why in each for each in told)
+    assert not any(plan.attachments for plan in cast(ReadsMarks, core.executor).plans)
+
+
+def told_of_three(feature: StepFeature) -> tuple[list[str], SteppedCore]:
+    """What requests of three are told that fail with an installed feature."""
+    core = SteppedCore(executor_class=ReadsMarks, async_scheduling=False)
+    core.loop.scheduler.add_feature(contain(feature, "lab"))
+    client = core.open()
+    for slot in range(3):
+        client.add(slot, [5, 6 + slot], max_tokens=25, ignore_eos=True)
+    core.run_until_idle()
+    told = [end.failure.message for end in client.finishes() if end.failure is not None]
+    core.loop.scheduler.check()
+    return told, core
+
+
+def test_what_is_computed_later_is_left_alone_when_an_attachment_is_checked() -> None:
+    def never() -> np.ndarray:
+        raise AssertionError("it is read as late as possible")
+
+    assert not problem_of_attachment(Marks(numbers=LazyArray(never)))  # type: ignore[arg-type]
+    assert not problem_of_attachment(Marks(numbers=np.arange(6).reshape(2, 3)))
+
+
+class NotBound(StepFeature):
+    """It keeps nothing of its own `bind`, and fails later."""
+
+    def bind(self, context: Any) -> None:
+        pass
+
+    def seal(self, plan: StepPlan) -> StepPlan:
+        raise KeyError("seal")
+
+
+def test_a_feature_that_keeps_no_context_fails_its_requests_alone() -> None:
+    core = SteppedCore(async_scheduling=False)
+    core.loop.scheduler.add_feature(contain(NotBound(), "lab"))
+    client = core.open()
+    client.add(0, [5, 6], max_tokens=3)
+    core.run_until_idle()
+    (end,) = client.finishes()
+    assert end.failure is not None
+    assert end.failure.message == "the step feature lab failed in seal: KeyError('seal')"
+
+
+def test_a_feature_that_cannot_be_bound_is_named() -> None:
+    feature: StepFeature = type("Raising", (StepFeature,), {"bind": lambda *_: 1 / 0})()
+    with pytest.raises(OptionError, match=r"the step feature lab failed in bind: ZeroDivisionError\("):
+        SteppedCore().loop.scheduler.add_feature(contain(feature, "lab"))
+
+
+@attachment(most_returned_bytes=lambda sizes: 64)
+class Selected(Attachment, frozen=True):
+    """Answers `select` with what it is told."""
+
+    answer: str
+
+    def select(self, kept: np.ndarray) -> Any:
+        return {"none": None, "other": Marks(numbers=kept)}[self.answer]
+
+
+@pytest.mark.parametrize(("answer", "why"), [("none", "it returned None"), ("other", r"Marks\("), ("x", "KeyError")])
+def test_an_attachment_that_cannot_be_selected_from_fails_the_rows_that_are_left(answer: str, why: str) -> None:
+    result = StepResult(
+        step=3,
+        rows=np.array([1, 4, 5], np.int32),
+        token_ids=np.array([10, 11, 12], np.int32),
+        attachments=(Selected(answer=answer), Marks(numbers=np.arange(3))),
+    )
+    left = result.only(lambda rows: rows != 4)
+    assert not len(left.rows)
+    assert [each.row for each in left.failures] == [1, 5]
+    where = f"the step attachment {__name__}.Selected failed in select: "
+    assert all(where in each.failure.message for each in left.failures)
+    assert left.get(Selected) is None
+
+
+@pytest.mark.parametrize("size", [lambda sizes: None, lambda sizes: -1, lambda sizes: sizes.nothing])
+def test_a_size_of_an_attachment_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
+    sizes = StepSizes(num_rows=8, num_tokens=100, num_positions=8, vocab_size=1000)
+    for most, made in ((attachment_bytes, (size, None)), (returned_bytes, (None, size))):
+        monkeypatch.setitem(step._MOST_BYTES, "Marks", made)
+        with pytest.raises(OptionError, match=rf"the step attachment {__name__}.Marks (has|failed in) most_"):
+            most(sizes)
 
 
 class AttachesText(StepFeature):
@@ -383,7 +540,8 @@ def test_a_kind_has_a_size_and_a_name_of_its_own_and_travels_as_it_is() -> None:
 def test_a_process_that_does_not_know_a_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = msgspec.structs.replace(plan_of_two(), attachments=(Marks(numbers=np.arange(3)),))
     data = StepCodec(StepPlan).encode(plan)
-    monkeypatch.delitem(KINDS, "Marks")
+    for name in ("Marks", "Selected"):
+        monkeypatch.delitem(KINDS, name)
     with pytest.raises(
         CodecError, match=r"a kind that this process does not know \(it knows Drafts, StateSnapshots, TokenMasks\)"
     ):

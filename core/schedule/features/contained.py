@@ -8,17 +8,19 @@ traceback.
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.core.schedule.drafters.drafter import Drafter
-from headrace.core.schedule.features.feature import Followed, Repeated, StepFeature
+from headrace.core.schedule.features.feature import NOTHING_NOW, Context, Followed, Repeated, StepFeature
 from headrace.core.schedule.requests import Request
-from headrace.ipc.failure import let_interrupts_pass
-from headrace.ipc.step import Attachment, StepPlan
+from headrace.ipc.failure import OptionError, let_interrupts_pass
+from headrace.ipc.step import Attachment, StepPlan, problem_of_attachment
 
 logger = logging.getLogger(__name__)
 CONCERNED: dict[str, Callable[..., Iterable[int | Request]]] = {
@@ -63,6 +65,38 @@ def _is_followed(found: Any, token_ids: np.ndarray) -> bool:
     )
 
 
+def _is_sealed(kinds: Sequence[type[Attachment]], found: Any, plan: StepPlan) -> bool:
+    """Whether this is a plan. Raises TypeError for one that is not this plan, with at most one more attachment of each
+    of these kinds."""
+    if found is plan or not isinstance(found, StepPlan):
+        return found is plan
+    for name in StepPlan.__struct_fields__:
+        if name != "attachments" and getattr(found, name) is not getattr(plan, name):
+            raise TypeError(f"it changed the plan's {name}; it may add attachments alone")
+    before, after = plan.attachments, found.attachments
+    if not isinstance(after, tuple) or len(after) < len(before) or any(map(operator.is_not, before, after)):
+        raise TypeError("it changed the plan's attachments; it may add to the tuple alone")
+    for each in after[len(before) :]:
+        if not _is_attachment(kinds, each):
+            raise TypeError(f"it attached {each!r:.100}, whose kind is none of those in `attaches`")
+    if len({*map(type, after)}) < len(after):
+        raise TypeError("it attached two of a kind")
+    return True
+
+
+def _is_attachment(kinds: Sequence[type[Attachment]], found: Any) -> bool:
+    """Whether it is of one of these kinds. Raises TypeError for one that no other process could read."""
+    if type(found) not in kinds:
+        return False
+    if problem := problem_of_attachment(found):
+        raise TypeError(problem)
+    return True
+
+
+def _is_repeated(kinds: Sequence[type[Attachment]], found: Any) -> bool:
+    return found is None or found is NOTHING_NOW or _is_attachment(kinds, found)
+
+
 def _are_cut(found: Any, rows: Sequence[int], drafts: Sequence[np.ndarray]) -> bool:
     return (
         isinstance(found, Sequence)
@@ -80,7 +114,6 @@ _ANSWERS: dict[str, Answer] = {
     "postpones": ("True or False", _is_truth),
     "waits": ("None, or a mask of the rows", lambda found, rows: found is None or _is_mask(found, len(rows))),
     "cut": ("a prefix of each draft", _are_cut),
-    "seal": ("the plan", lambda found, plan: isinstance(found, StepPlan)),
     "quiet_steps": (
         "None, or a whole number of at least 0",
         lambda found, plan: found is None or (isinstance(found, int | np.integer) and int(found) >= 0),
@@ -88,7 +121,7 @@ _ANSWERS: dict[str, Answer] = {
     "repeated": ("None or a Repeated", lambda found, plan: found is None or isinstance(found, Repeated)),
     "follow": (_FOLLOWED, lambda found, row_of, token_ids, ends: _is_followed(found, token_ids)),
 }
-"""Of the hooks whose answers are read."""
+"""Of the hooks whose answers are read; that of `seal` depends on the kinds that the feature attaches."""
 _OF_DRAFTERS: dict[str, Answer | None] = {
     "wants": ("a mask of the rows", lambda found, rows: _is_mask(found, len(rows))),
     "look_up": None,
@@ -107,7 +140,25 @@ def _checked(found: Any, given: Sequence[Any], answer: Answer | None) -> Any:
 
 def contain(feature: StepFeature, name: str) -> StepFeature:
     """The feature, which is called `name`, with hooks that do not raise and whose answers have the declared form."""
-    told: set[str] = set()
+    told, kinds, bind = set[str](), feature.attaches, feature.bind
+    names = ", ".join(each.__name__ for each in kinds) or "none"
+    answers: dict[str, Answer] = {
+        **_ANSWERS,
+        "seal": ("the plan", functools.partial(_is_sealed, kinds)),
+    }
+    again: Answer = (
+        f"None, NOTHING_NOW, or an attachment of a kind that it attaches ({names})",
+        functools.partial(_is_repeated, kinds),
+    )
+    contexts = list[Context]()  # that of `bind`, which the feature need not keep
+
+    def bound(context: Context) -> None:
+        contexts.append(context)
+        try:
+            bind(context)
+        except BaseException as error:
+            let_interrupts_pass(error)
+            raise OptionError(f"the step feature {name} failed in bind: {error!r}") from error
 
     def fail(hook: str, error: BaseException, concerned: Iterable[int | Request]) -> None:
         let_interrupts_pass(error)
@@ -116,9 +167,9 @@ def contain(feature: StepFeature, name: str) -> StepFeature:
             told.add(hook)
             logger.exception("%s", why)
         for each in concerned:
-            request = each if isinstance(each, Request) else feature.context.rows.requests[int(each)]
+            request = each if isinstance(each, Request) else contexts[0].rows.requests[int(each)]
             if request is not None:
-                feature.context.fail(request, why)
+                contexts[0].fail(request, why)
 
     def guard(
         owner: object, base: type, hook: str, concerned: Callable[..., Iterable[int | Request]], answer: Answer | None
@@ -131,26 +182,27 @@ def contain(feature: StepFeature, name: str) -> StepFeature:
             except BaseException as error:
                 fail(hook, error, concerned(*given))
                 return does_nothing(owner, *given)
-            return _ContainedRepeated(found, given[0], fail) if isinstance(found, Repeated) else found
+            return _ContainedRepeated(found, given[0], fail, again) if isinstance(found, Repeated) else found
 
         if getattr(type(owner), hook) is not does_nothing:  # hooks that a feature does not have are not called
             setattr(owner, hook, guarded)
 
+    feature.bind = bound  # type: ignore[method-assign]
     for hook, concerned in CONCERNED.items():
-        guard(feature, StepFeature, hook, concerned, _ANSWERS.get(hook))
+        guard(feature, StepFeature, hook, concerned, answers.get(hook))
     for hook, answer in _OF_DRAFTERS.items() if feature.drafter is not None else ():
         guard(feature.drafter, Drafter, hook, lambda *_: (), answer)
     return feature
 
 
 class _ContainedRepeated(Repeated):
-    def __init__(self, own: Repeated, plan: StepPlan, fail: Callable[..., None]) -> None:
-        self._own, self._plan, self._fail = own, plan, fail
+    def __init__(self, own: Repeated, plan: StepPlan, fail: Callable[..., None], answer: Answer) -> None:
+        """answer: of `attachment`."""
+        self._own, self._plan, self._fail, self._answer = own, plan, fail, answer
 
     def attachment(self, num_in_flight: int) -> Attachment | None:
         try:
-            found = self._own.attachment(num_in_flight)
-            _checked(found, (), ("None or an Attachment", lambda given: given is None or isinstance(given, Attachment)))
+            found: Attachment | None = _checked(self._own.attachment(num_in_flight), (), self._answer)
             return found
         except BaseException as error:
             self._fail("repeated", error, self._plan.rows)

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """The scheduler's state, which features read. They may change none of it."""
+    """The scheduler's state, which features read. They may change none of it, but take blocks of `tables.pool` when a
+    plan is sealed, name them, and be one of its holders and observers."""
 
     rows: RowTable
     tables: BlockTables
