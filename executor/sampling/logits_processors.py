@@ -167,7 +167,7 @@ def _write(place: Tensor, found: object) -> None:
         place.copy_(found.detach())
 
 
-def _is_usable(logits: Tensor, best: Tensor) -> Tensor:
+def is_usable(logits: Tensor, best: Tensor) -> Tensor:
     """[num_rows] bool: whether a token can be chosen from each row. best: [num_rows], the highest logits, NaN where a
     row has one. One infinite logit forces its token."""
     usable = best.isfinite()
@@ -339,13 +339,13 @@ class ProcessedBatch:
     def _apply(self, loaded: _Loaded, part: Tensor, cause: BaseException | None) -> None:
         """cause: the error of the class's `update_state` for this step."""
         best = part.amax(1)
-        if not bool((usable := _is_usable(part, best)).all()):  # the model or a rule is to blame, which is told already
+        if not bool((usable := is_usable(part, best)).all()):  # the model or a rule is to blame, which is told already
             part[~usable & ~best.isneginf()] = 0  # which harms no class
         if cause is None:
             saved = self._owner.saved(part)
             try:
                 loaded.apply(part)
-                if bool((usable & ~_is_usable(part, part.amax(1))).any()):
+                if bool((usable & ~is_usable(part, part.amax(1))).any()):
                     raise ValueError("it left rows from which no token can be chosen")
             except BaseException as error:  # any error of a user's class
                 let_interrupts_pass(error)
@@ -373,9 +373,11 @@ class ProcessedBatch:
                 continue
             innocent &= not self._take_failures(loaded, self._places[index : index + 1])
             best = row.amax(1)
-            is_usable = bool(_is_usable(row, best))
-            innocent &= is_usable
-            if is_usable or bool(best.isneginf()):  # the sampler says of the latter what may have forbidden every token
+            can_choose = bool(is_usable(row, best))
+            innocent &= can_choose
+            if can_choose or bool(
+                best.isneginf()
+            ):  # the sampler says what may have forbidden every token of the latter
                 part[index : index + 1] = row
             else:
                 loaded.discard()

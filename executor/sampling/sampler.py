@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +21,13 @@ from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.rows import ProcessedRows, truncate_row
 from headrace.executor.sampling.token_rules import additions
-from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure
 from headrace.kernels.reference.sampling import DeviceDraws
 
-ChangeLogits = Callable[[Tensor, np.ndarray, np.ndarray], None]
+ChangeLogits = Callable[[Tensor, np.ndarray, np.ndarray], Mapping[int, str]]
 """Called with logits [num_rows, vocab_size], which it changes in place, the row of each, and how many tokens of the row
-come before the one to choose."""
+come before the one to choose. Returns which of them it spoilt, by index, and how."""
 
 
 class RefusedRow(str):
@@ -40,16 +38,13 @@ class RefusedRow(str):
 
 ALL_FORBIDDEN = RefusedRow(
     "allowed_token_ids, bad_words, logit_bias, structured_outputs, the end of reasoning that thinking_token_budget "
-    "forces, logits processors and the stop tokens that min_tokens forbids leave no token to choose"
+    "forces, logits processors, step features and the stop tokens that min_tokens forbids leave no token to choose"
 )
 
 
 def row_failure(row: int, why: str) -> RowFailure:
     """A failure that ends the request in `row`: the client's error if `why` is `RefusedRow`, otherwise ours."""
-    kind = "InvalidRequestError" if isinstance(why, RefusedRow) else "SamplingError"
-    return RowFailure(
-        row=row, failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step")
-    )
+    return RowFailure.of(row, why, "InvalidRequestError" if isinstance(why, RefusedRow) else "SamplingError")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,8 @@ def sample(
         if used & Needs.LOGITS_PROCESSORS and batch.sampling.logits_processors is not None:
             custom = batch.sampling.logits_processors.begin(batch, rows, num_tokens, problems)
         if change is not None:
-            change(logits, rows, batch.num_tokens[rows] if num_tokens is None else num_tokens)
+            spoilt = change(logits, rows, batch.num_tokens[rows] if num_tokens is None else num_tokens)
+            problems = {**spoilt, **problems}
         apply_rules(logits, batch, rows, num_tokens)
         if custom is not None:
             custom.apply(logits, argmax_invariant=False)

@@ -8,8 +8,9 @@ The hooks of a kind's handler are called in the steps that carry it, on every ra
 
 Headrace's own kinds have one, too (`own_handlers.py`), as far as they need no code between the hooks. Another package
 adds a handler as an entry point of the group `headrace.step_handlers`, which names a class derived from `Handler`;
-every rank that has a model makes one. Where a hook of such a handler raises, the requests of the step fail, and the
-engine goes on.
+every rank that has a model makes one. Where a hook of such a handler raises, or returns what it may not, the requests
+of the step fail, and where `change` leaves NaN or infinities, those of the rows; the engine goes on. `begin` in a stage
+that is not a pipeline's last has no result to say so with, and ends the engine.
 
 [project.entry-points."headrace.step_handlers"]     # in the other package's pyproject.toml
 echo = "echo.rank:EchoHandler"                      # beside its step feature, under headrace.step_features
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 
 from headrace.executor.parallel.rank_place import RankCoordinates
-from headrace.ipc.failure import Failure, OptionError, let_interrupts_pass
+from headrace.ipc.failure import InconsistentError, OptionError, let_interrupts_pass
 from headrace.ipc.plugins import made, step_handler_entries
-from headrace.ipc.step import KINDS, Attachment, RowFailure, StepPlan, StepResult
+from headrace.ipc.step import KINDS, Attachment, RowFailure, StepPlan, StepResult, problem_of_attachment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,18 +113,36 @@ class Handlers:
         """What changes the step's logits; None if nothing does."""
         return functools.partial(self._change, plan) if plan.attachments and self.change_logits(plan) else None
 
-    def _change(self, plan: StepPlan, logits: Tensor, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+    def _change(self, plan: StepPlan, logits: Tensor, rows: np.ndarray, num_tokens: np.ndarray) -> dict[int, str]:
+        from headrace.executor.sampling.logits_processors import is_usable  # which imports torch
+
+        problems = dict[int, str]()
         for each in plan.attachments:
-            if type(each) in self._changing:
-                self._call("change", each, plan, logits, rows, num_tokens)
+            if type(each) not in self._changing:
+                continue
+            name = self._names.get(self._by_kind[type(each)])
+            usable = None if name is None else is_usable(logits, logits.amax(1))
+            given = logits if name is None else logits.view(logits.shape)  # it may change its tensor's shape
+            self._call("change", each, plan, given, rows, num_tokens)
+            if usable is None:
+                continue
+            best = logits.amax(1)  # the sampler says of -inf what may have forbidden every token
+            for index in (usable & ~is_usable(logits, best) & ~best.isneginf()).nonzero()[:, 0].tolist():
+                what = "NaN" if best[index].isnan() else "infinities"
+                problems.setdefault(index, f"the step handler {name} wrote {what} in change")
+        return problems
 
     def end(self, plan: StepPlan, result: StepResult) -> StepResult:
         """The result with what comes back. Called on every result of a plan with attachments, in the last stage."""
-        back = [self._call("end", each, plan, plan, result) for each in plan.attachments]
+        found = list(result.attachments)
+        for each in plan.attachments:
+            if (back := self._call("end", each, plan, plan, result)) is not None:
+                if type(back) in map(type, found):
+                    self._fail(plan, each, "end", TypeError(f"a {type(back).__name__} comes back already"))
+                found.append(back)
         if why := self._failed.pop(plan.step, ""):
             return _failed(plan, result, why)
-        found = tuple(each for each in back if each is not None)
-        return msgspec.structs.replace(result, attachments=(*result.attachments, *found)) if found else result
+        return result if not found else msgspec.structs.replace(result, attachments=tuple(found))
 
     def _call(self, hook: str, attached: Attachment, plan: StepPlan, *given: Any) -> Attachment | None:
         handler = self._by_kind.get(type(attached))
@@ -138,30 +156,33 @@ class Handlers:
             return None
         try:
             found = getattr(handler, hook)(attached, *given)
-            if found is not None and KINDS.get(type(found).__name__) is not type(found):
-                raise TypeError(f"{found!r:.200} is no attachment of a registered kind")
+            if found is not None and (hook != "end" or (problem := problem_of_attachment(found))):
+                raise TypeError(problem if hook == "end" else f"it returned {found!r:.100}; expected: None")
         except BaseException as error:
             let_interrupts_pass(error)
-            if not handler.parts.place.is_last_stage:  # it has no result to say so
-                raise
-            self._failed[plan.step] = why = f"the step handler {name} failed in {hook}: {error!r}"
-            if f"{name} {hook}" not in self._told:
-                self._told.add(f"{name} {hook}")
-                logger.exception("%s", why)
+            if not handler.parts.place.is_last_stage:
+                where = "in a stage of the pipeline that has no result to say so with"
+                raise InconsistentError(f"the step handler {name} failed in {hook}, {where}: {error!r}") from error
+            self._fail(plan, attached, hook, error)
             return None
         return found
+
+    def _fail(self, plan: StepPlan, attached: Attachment, hook: str, error: BaseException) -> None:
+        """The step's requests cannot go on, since a handler of another package failed."""
+        name = self._names[self._by_kind[type(attached)]]
+        self._failed[plan.step] = why = f"the step handler {name} failed in {hook}: {error!r}"
+        if f"{name} {hook}" not in self._told:
+            self._told.add(f"{name} {hook}")
+            logger.error("%s", why, exc_info=error)
 
 
 def _failed(plan: StepPlan, result: StepResult, why: str) -> StepResult:
     """The result of a step whose requests all fail."""
-    failure = Failure(
-        message=f"the request cannot go on: {why}", type="StepHandlerError", pid=os.getpid(), phase="step"
-    )
     return StepResult(
         step=plan.step,
         rows=result.rows[:0],
         token_ids=result.token_ids[:0],
-        failures=tuple(RowFailure(row=row, failure=failure) for row in plan.rows.tolist()),
+        failures=tuple(RowFailure.of(row, why, "StepHandlerError") for row in plan.rows.tolist()),
         began_s=result.began_s,
         ended_s=result.ended_s,
     )

@@ -17,7 +17,7 @@ from rank_threads import RankThreads, pool_for_each_rank
 from headrace import LLM, SamplingParams
 from headrace.executor.step.handlers import installed_handlers
 from headrace.ipc import plugins, step
-from headrace.ipc.failure import OptionError, RequestFailedError
+from headrace.ipc.failure import EngineDeadError, OptionError, RequestFailedError
 from headrace.ipc.step import AttachmentError
 
 __all__ = ["pool_for_each_rank"]
@@ -99,6 +99,12 @@ class PenaliseTokens(Handler):
     def change(self, attached, logits, rows, num_tokens):
         if attached.raises == "change":
             raise SystemExit(3)
+        if attached.raises in ("nan", "inf"):
+            logits[rows == attached.rows[0], 5:7] = float(attached.raises)
+        if attached.raises == "shape":
+            logits.resize_(1, 3)
+        if attached.raises == "returned":
+            return logits
         assert (num_tokens >= self.parts.batch.num_prompt_tokens[rows]).all()
         for row, token_id, penalty in zip(attached.rows, attached.token_ids, attached.penalties):
             logits[np.flatnonzero(rows == row), int(token_id)] -= float(penalty)
@@ -109,6 +115,8 @@ class PenaliseTokens(Handler):
             raise KeyError("end")
         if attached.raises == "foreign":
             return 7
+        if attached.raises == "list":
+            return Penalised(counts=[1], rank=0)
         return Penalised(counts=self.counts[result.rows], rank=self.parts.place.rank)
 """
 NAMES = ("lab", "lab.kinds", "lab.feature", "lab.rank")
@@ -218,15 +226,50 @@ def test_a_penalty_holds_at_every_position_of_a_step_with_drafts(lab: Path, fold
     assert found.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("hook", ["begin", "change", "end", "foreign"])
+@pytest.mark.parametrize("hook", ["begin", "change", "returned", "end", "foreign", "list"])
 def test_a_handler_that_raises_fails_the_requests_of_the_step_and_no_other(lab: Path, folder: str, hook: str) -> None:
     install(lab, BOTH)
     with engine(folder) as llm:
         before = tokens(llm, [params() for _ in PROMPTS])
         asked = params({"avoid": [3, 1.0], "raises": hook})
-        where = "end" if hook == "foreign" else hook
+        where = {"foreign": "end", "list": "end", "returned": "change"}.get(hook, hook)
         with pytest.raises(RequestFailedError, match=f"the step handler penalties failed in {where}"):
             llm.generate(PROMPTS[:1], asked, use_tqdm=False)
+        assert tokens(llm, [params() for _ in PROMPTS]) == before
+
+
+def test_a_handler_that_raises_in_an_early_stage_ends_the_engine_by_name(lab: Path, folder: str) -> None:
+    install(lab, BOTH)
+    words = "the step handler penalties failed in begin, in a stage of the pipeline that has no result"
+    llm = engine(folder, pipeline_parallel_size=2, **THREADS)
+    with pytest.raises(EngineDeadError, match=words):
+        llm.generate(PROMPTS[:1], params({"avoid": [3, 1.0], "raises": "begin"}), use_tqdm=False)
+
+
+@pytest.mark.parametrize(("wrote", "what"), [("nan", "NaN"), ("inf", "infinities")])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logits_that_a_handler_spoils_fail_their_row_alone(
+    lab: Path, folder: str, wrote: str, what: str, temperature: float
+) -> None:
+    install(lab, BOTH)
+    with engine(folder) as llm:
+        plain = [params(temperature=temperature, seed=nth) for nth in range(3)]
+        before = tokens(llm, plain)
+        bad = params({"avoid": [3, 1.0], "raises": wrote}, temperature=temperature, seed=1)
+        found = []
+        with pytest.raises(RequestFailedError, match=f"the step handler penalties wrote {what} in change"):
+            found = tokens(llm, [plain[0], bad, plain[2]])
+        assert not found
+        assert tokens(llm, plain) == before
+
+
+def test_a_handler_that_changes_its_tensors_shape_changes_no_logits(lab: Path, folder: str) -> None:
+    install(lab, BOTH)
+    with engine(folder) as llm:
+        before = tokens(llm, [params() for _ in PROMPTS])
+        bad = params({"avoid": [3, 0.0], "raises": "shape"})
+        with pytest.raises(RequestFailedError, match="the step handler penalties failed in change: IndexError"):
+            tokens(llm, [params(), bad, params()])
         assert tokens(llm, [params() for _ in PROMPTS]) == before
 
 
