@@ -126,7 +126,7 @@ class ModelRank(Rank):
     def bind_packages(self, batch: BatchState, cache: Any) -> None:
         """Lets handlers and row inputs of other packages take part in steps, before the first one. Raises
         OptionError."""
-        batch.inputs.bind(self.found.spec.embedding_width, self._place)
+        batch.inputs.bind(self.found.spec.embedding_width, self.plan.dtype, self._place)
         batch.handlers.install(self._handlers, RankParts(batch, cache, self._place))
 
     def set_up(self, batch: BatchState) -> Pooler | None:

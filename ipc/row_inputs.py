@@ -21,7 +21,7 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -30,9 +30,12 @@ from headrace.ipc.failure import InconsistentError, OptionError, let_interrupts_
 from headrace.ipc.plugins import made, row_input_entries
 from headrace.ipc.ranges import INT32, Longest, Range
 
+T = TypeVar("T")
 PLACEHOLDER = 0
 """The token id at the positions of inputs, as in vLLM."""
 HASH_BYTES = 32
+MOST_NAME = 64
+"""Characters of a kind's name."""
 PROMPT_EMBEDS = "prompt_embeds"
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -40,7 +43,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 class RowInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What stands at the positions [start, start + len(hashes)) of a prompt."""
 
-    kind: Annotated[str, Longest(64)]
+    kind: Annotated[str, Longest(MOST_NAME)]
     start: Annotated[int, Range(0, INT32)]
     hashes: Tensor
     """[num_positions, HASH_BYTES] uint8: equal hashes mean equal content at a position, in any request. The client
@@ -94,7 +97,7 @@ class InputKind(ABC):
     def values(self, given: RowInput, first: int, last: int) -> Tensor:
         """[last - first, width] of one of FLOATS: what takes the place of the token embeddings at these of the input's
         positions, 0 being `given.start`. Must depend only on what `given.hashes` has of each position. Where it raises,
-        or returns something else, the request fails, and no other."""
+        or returns something else or values that are not finite, the request fails, and no other."""
 
 
 _OWN = list[InputKind]()
@@ -173,8 +176,10 @@ def input_kinds() -> Mapping[str, InputKind]:
     found = dict[str, InputKind]()
     installed = [made(entry, "row input", InputKind) for entry in row_input_entries()]  # type: ignore[type-abstract]
     for kind in (*_OWN, *installed):
-        if not isinstance(getattr(kind, "name", None), str):
-            raise OptionError(f"the row input {_class_name(kind)} has no `name`; it must be text")
+        if not isinstance(name := getattr(kind, "name", None), str) or not 1 <= len(name) <= MOST_NAME:
+            raise OptionError(
+                f"the row input {_class_name(kind)} has no `name`; it must be text, of up to {MOST_NAME} characters"
+            )
         if found.setdefault(kind.name, kind) is not kind:
             raise OptionError(f"two kinds of row inputs are called {kind.name}; uninstall one's package")
     return types.MappingProxyType(found)
@@ -190,18 +195,23 @@ def _is_for(kind: InputKind, architecture: str, config: Mapping[str, Any]) -> bo
         return bool(kind.is_for(architecture, config))
     except BaseException as error:
         let_interrupts_pass(error)
-        raise OptionError(f"the row input {kind.name}, {_class_name(kind)}, failed in is_for: {error!r}") from error
+        raise OptionError(f"{_failed(kind, 'is_for')}: {error!r}") from error
+
+
+def _failed(kind: InputKind, hook: str) -> str:
+    return f"the row input {kind.name}, {_class_name(kind)}, failed in {hook}"
 
 
 def _class_name(kind: InputKind) -> str:
     return f"{type(kind).__module__}.{type(kind).__qualname__}"
 
 
-def values_of(given: RowInput, first: int, last: int, width: int) -> Tensor:
+def values_of(given: RowInput, first: int, last: int, width: int, dtype: str) -> Tensor:
     """`InputKind.values` of the input's kind. Raises InconsistentError if it fails or makes other than so many rows of
-    this width, which would stand at positions of other requests, or at several of one."""
+    this width, which would stand at positions of other requests, or at several of one, or rows that are not finite in
+    dtype, the model's type. Ours are checked on admission."""
     kind = input_kinds()[given.kind]
-    where = f"the row input {kind.name}, {_class_name(kind)}, failed in values for the positions [{first}, {last})"
+    where = f"{_failed(kind, 'values')} for the positions [{first}, {last})"
     try:
         found: Any = kind.values(given, first, last)
     except BaseException as error:
@@ -211,6 +221,8 @@ def values_of(given: RowInput, first: int, last: int, width: int) -> Tensor:
         raise InconsistentError(
             f"{where}: it returned {found!r:.100}; expected: [{last - first}, {width}] of one of {', '.join(FLOATS)}"
         )
+    if kind not in _OWN and (row := first_not_finite(found, dtype)) is not None:
+        raise InconsistentError(f"{where}: row {row} has a value that is not finite in {dtype}, the model's type")
     return found
 
 
@@ -233,21 +245,30 @@ def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[st
         end = each.end
         try:
             problem = _problem_of_kind(each, input_kinds()[each.kind], width, dtype)
-        except BaseException as error:  # of another package's kind: this request's alone
-            let_interrupts_pass(error)
-            problem = f"its kind failed: {error!r:.200}"
+        except InconsistentError as error:  # of another package's kind: this request's alone
+            problem = str(error)
         if problem:
             return f"{where}, {each.kind}: {problem}"
     return ""
 
 
 def _problem_of_kind(given: RowInput, kind: InputKind, width: int, dtype: str) -> str:
-    most = kind.most_bytes(given.end - given.start, width)
+    most = _answer(kind, "most_bytes", int, given.end - given.start, width)
     if given.nbytes > most:
         return f"it has {given.nbytes} bytes; for its positions at most {most} are taken"
-    if problem := kind.problem(given, width) or kind.problem_of_type(given, dtype):
-        return problem
-    first = kind.values(given, 0, 1)
-    if first.shape != (1, width) or first.dtype not in FLOATS:
-        return f"its kind makes {first!r} of its first position, and a row of {width} floats is needed"
-    return ""
+    problem = _answer(kind, "problem", str, given, width) or _answer(kind, "problem_of_type", str, given, dtype)
+    if not problem:
+        values_of(given, 0, 1, width, dtype)
+    return problem
+
+
+def _answer(kind: InputKind, hook: str, expected: type[T], *given: Any) -> T:
+    """Raises InconsistentError if the hook fails or answers in another form."""
+    try:
+        found: Any = getattr(kind, hook)(*given)
+    except BaseException as error:
+        let_interrupts_pass(error)
+        raise InconsistentError(f"{_failed(kind, hook)}: {error!r:.200}") from error
+    if not isinstance(found, expected):
+        raise InconsistentError(f"{_failed(kind, hook)}: it returned {found!r:.100}; expected: {expected.__name__}")
+    return found

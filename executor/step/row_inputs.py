@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure, InconsistentError
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.row_inputs import RowInput, values_of
-from headrace.ipc.step import NewRow, RowFailure, StepPlan, StepResult
+from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +39,13 @@ class InputColumns:
 
     def __init__(self) -> None:
         self._by_row: dict[int, tuple[RowInput, ...]] = {}
-        self._width, self._place = 0, RankCoordinates()
+        self._width, self._dtype, self._place = 0, "float32", RankCoordinates()
         self._failed: dict[int, dict[int, str]] = {}  # step -> row -> why its request cannot go on
         self._told: set[str] = set()
 
-    def bind(self, width: int, place: RankCoordinates) -> None:
-        """width: of the model's embeddings."""
-        self._width, self._place = width, place
+    def bind(self, width: int, dtype: str, place: RankCoordinates) -> None:
+        """width, dtype: of the model's embeddings."""
+        self._width, self._dtype, self._place = width, dtype, place
 
     def enter(self, new: NewRow) -> None:
         if new.inputs:
@@ -78,7 +76,7 @@ class InputColumns:
         computes the step with zeros and says so in its result (`failing`). On another rank the row becomes not finite,
         which that rank's result tells, too."""
         try:
-            return values_of(placed.source, placed.first, placed.last, self._width)
+            return values_of(placed.source, placed.first, placed.last, self._width, self._dtype)
         except InconsistentError as error:
             if placed.source.kind not in self._told:
                 self._told.add(placed.source.kind)
@@ -91,16 +89,4 @@ class InputColumns:
     def failing(self, result: StepResult) -> StepResult:
         """The result of a step with failures in the place of rows whose inputs could not be computed."""
         failed = self._failed.pop(result.step, None) if self._failed else None
-        if failed is None:
-            return result
-        others = result.only(lambda rows: ~np.isin(rows, list(failed)))
-        failures = tuple(
-            RowFailure(
-                row=row,
-                failure=Failure(
-                    message=f"the request cannot go on: {why}", type="RowInputError", pid=os.getpid(), phase="step"
-                ),
-            )
-            for row, why in failed.items()
-        )
-        return msgspec.structs.replace(others, failures=(*others.failures, *failures))
+        return result if failed is None else result.failing(failed, "RowInputError")

@@ -227,8 +227,22 @@ def test_an_installed_kind_is_taken_and_named_like_ours() -> None:
 
 
 @pytest.mark.usefixtures("soft")
-def test_a_kind_that_exits_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(input_kinds()["soft"]), "problem", lambda *_: sys.exit(3))
+@pytest.mark.parametrize(
+    ("hook", "answer", "why"),
+    [
+        ("problem", sys.exit, "SystemExit"),
+        ("problem", None, "it returned None; expected: str"),
+        ("most_bytes", "many", "it returned 'many'; expected: int"),
+        ("problem_of_type", False, "it returned False; expected: str"),
+        ("values", None, "it returned None; expected: [1, 64] of one of float32"),
+        ("values", rows(1).numpy(), "it returned array("),
+        ("values", Tensor.from_numpy(np.full((1, INPUT_WIDTH), np.nan)), "row 0 has a value that is not finite in"),
+    ],
+)
+def test_a_hook_of_a_kind_that_fails_on_admission_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, hook: str, answer: Any, why: str
+) -> None:
+    monkeypatch.setattr(type(input_kinds()["soft"]), hook, lambda *_: answer() if callable(answer) else answer)
     core = SteppedCore()
     client = core.open()
     client.add(0, [0] * 12 + [6], inputs=(soft_input(0, 12),), max_tokens=2)
@@ -236,7 +250,8 @@ def test_a_kind_that_exits_fails_its_request_alone(monkeypatch: pytest.MonkeyPat
     core.run_until_idle()
     failed, done = sorted(client.finishes(), key=lambda finish: finish.slot)
     assert failed.failure is not None
-    assert "its kind failed: SystemExit(3)" in failed.failure.message
+    assert f"the row input soft, lab_inputs.Soft, failed in {hook}" in failed.failure.message
+    assert why in failed.failure.message
     assert done.reason is FinishReason.LENGTH
 
 
@@ -297,6 +312,7 @@ def test_a_kind_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         (Tensor("int32", (3, 1), memoryview(bytes(12))), r"it returned .*; expected: \[3, 64\] of one of float32"),
         (rows(3, width=1), r"it returned .*; expected: \[3, 64\] of one of float32"),
         (None, r"it returned None; expected: \[3, "),
+        (Tensor.from_numpy(np.float64([[0.0] * 64, [1e39] * 64, [0.0] * 64])), "row 1 .* not finite in float32"),
         (ZeroDivisionError("lab"), r"ZeroDivisionError\('lab'\)"),
     ],
 )
@@ -310,7 +326,7 @@ def test_rows_that_would_stand_in_the_place_of_others_are_refused_by_their_kinds
 
     monkeypatch.setattr(type(input_kinds()["soft"]), "values", values)
     columns = InputColumns()
-    columns.bind(INPUT_WIDTH, RankCoordinates())
+    columns.bind(INPUT_WIDTH, "float32", RankCoordinates())
     assert PlacedInput(0, soft_input(0, 9), 2, 5, 3, 7, columns).values().shape == (3, INPUT_WIDTH)
     result = StepResult(step=7, rows=np.array([1, 3, 4], np.int32), token_ids=np.array([10, 11, 12], np.int32))
     failing = columns.failing(result)
@@ -333,8 +349,10 @@ def test_a_kind_that_cannot_say_which_models_it_is_for_is_named(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("soft")
-def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(type(input_kinds()["soft"]), "name")
+@pytest.mark.parametrize("name", [None, 7, "", "x" * 65])
+def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+    soft = type(input_kinds()["soft"])
+    monkeypatch.delattr(soft, "name") if name is None else monkeypatch.setattr(soft, "name", name)
     input_kinds.cache_clear()
     with pytest.raises(OptionError, match=r"row input lab_inputs\.Soft has no `name`; it must be text"):
         input_kinds()
