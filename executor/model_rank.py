@@ -25,6 +25,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.heads import HeadLayer
 from headrace.executor.models.implementations import FoundModel, find_model
+from headrace.executor.models.reading import fail_by_name
 from headrace.executor.models.sizes import prompt_logprobs_cost, step_work
 from headrace.executor.models.state_pages import state_layout
 from headrace.executor.parallel.divisibility import check_experts, check_shares
@@ -155,7 +156,16 @@ class ModelRank(Rank):
         report("find model")
         checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
         self._found = found = find_model(checkpoint, self._options)
-        spec = found.spec
+        try:
+            return self._describe(found)
+        except BaseException as error:
+            blocks = [block for layer in found.spec.layers for block in (layer.mixer, layer.ffn)]
+            if others := {each for block in blocks if not (each := type(block).__module__).startswith("headrace.")}:
+                fail_by_name(f"{found.spec.architecture}, with blocks of {', '.join(sorted(others))},", error)
+            raise
+
+    def _describe(self, found: FoundModel) -> ModelDescription:
+        checkpoint, spec = found.checkpoint, found.spec
         if found.config is not None and self._device.type != "cpu":
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
         check_shares(spec, self._place)

@@ -22,7 +22,7 @@ from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.blocks.beside import Beside
 from headrace.executor.models.chunks import in_chunks, query_growth
-from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
+from headrace.executor.models.reading import CheckedWeights, Part, fail_by_name, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.step.adapters import TokenAdapters
@@ -563,6 +563,16 @@ def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
     return stack.gates, stack.ups, stack.downs
 
 
+def _computed(op: Callable[..., Any], *given: Any) -> Any:
+    """Raises ModelError, naming the op, if one of another package fails."""
+    try:
+        return op(*given)
+    except BaseException as error:
+        if not op.__module__.startswith("headrace."):
+            fail_by_name(f"the op {op.__module__}.{getattr(op, '__qualname__', type(op).__qualname__)}", error)
+        raise
+
+
 class EagerOps:
     """`blocks.Ops`."""
 
@@ -581,7 +591,7 @@ class EagerOps:
         return x
 
     def compute(self, op: Callable[..., Any], *values: Any) -> Any:
-        return op(*values)
+        return _computed(op, *values)
 
     def product(self, weight: EagerLinear, x: Tensor) -> Any:
         return weight(x, self._adapters)
@@ -642,7 +652,7 @@ class EagerLayerOps(EagerOps):
         self._step, self._cache = step, cache
 
     def mix(self, op: Callable[..., Any], *values: Any) -> Any:
-        return op(*values, self._step, self._cache)
+        return _computed(op, *values, self._step, self._cache)
 
     def stream(self) -> Tensor:
         if self.delta is not None:

@@ -35,7 +35,7 @@ from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.adapters import most_of_request
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import HeadraceError, ModelError, let_interrupts_pass
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.low_rank import SlotLimits
 from headrace.kernels.reference.attention import BIAS_PADDING, SinkRows
@@ -92,6 +92,19 @@ def _reader(path: str) -> Callable[[CheckedWeights, Any, str], Any]:
     return found
 
 
+def fail_by_name(what: str, error: BaseException) -> None:
+    """Raises ModelError for an error in code of another package, and returns if it is of another kind. The traceback is
+    in the log alone."""
+    let_interrupts_pass(error)
+    if not isinstance(error, HeadraceError):
+        logger.error("%s failed", what, exc_info=error)
+        raise ModelError(f"{what} failed: {error!r:.200}") from error
+
+
+def _name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
 class CheckedWeights:
     """Reads one rank's weights from a source: checks each shape first, and records which tensors were used.
 
@@ -127,7 +140,13 @@ class CheckedWeights:
 
     def read(self, declared: Declared, prefix: str) -> Any:
         """The declared thing in the form that the subclass's ops take. Its names are relative to `prefix`."""
-        return _reader(getattr(declared, self.reader))(self, declared, prefix)
+        path: Any = getattr(declared, self.reader)
+        try:
+            return _reader(path)(self, declared, prefix)
+        except BaseException as error:
+            if not str(path).startswith("headrace."):
+                fail_by_name(f"the {self.reader} {path!r} of {_name_of(declared)}", error)
+            raise
 
     def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
         self._fused = spec.fused

@@ -267,14 +267,98 @@ def test_a_registered_model_that_cannot_compute_is_refused_by_its_architectures_
         LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy", in_process=True, model_impl=model_impl)
 
 
-def test_a_family_that_fails_is_named_with_its_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "failing_family.py").write_text(
-        "from headrace.executor.models.families import Family\n"
-        'FAMILY = Family(("OddForCausalLM",), lambda config: config["nowhere"])\n'
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def register_family(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers FAMILY of a module with this text for OddForCausalLM."""
+    (folder / "failing_family.py").write_text(f"from headrace.executor.models.families import Family\n{text}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "failing_family", raising=False)
     monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     ModelRegistry.register_model("OddForCausalLM", "failing_family:FAMILY")
-    said = r"the family of OddForCausalLM \(failing_family\) cannot read the config: KeyError: 'nowhere'"
-    with pytest.raises(ModelError, match=said):
+
+
+@pytest.mark.parametrize(
+    ("build", "said"), [('config["nowhere"]', "KeyError: 'nowhere'"), ("None", "TypeError: its build returned None")]
+)
+def test_a_family_that_fails_is_named_with_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, said: str
+) -> None:
+    register_family(tmp_path, f'FAMILY = Family(("OddForCausalLM",), lambda config: {build})', monkeypatch)
+    where = rf"the family of OddForCausalLM \(failing_family\) cannot read the config: {said}"
+    with pytest.raises(ModelError, match=where):
         families.spec_from_config({"architectures": ["OddForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('"OddForCausalLM", len', "a family's architectures are 'OddForCausalLM'; they must be a tuple of names"),
+        ('("OddForCausalLM",), 7', "the build of the family of OddForCausalLM is 7; it must be a function"),
+    ],
+)
+def test_a_family_of_other_parts_is_refused_where_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    register_family(tmp_path, f"FAMILY = Family({arguments})", monkeypatch)
+    with pytest.raises(OptionError, match=f"failing_family:FAMILY, which cannot be loaded: TypeError: {said}"):
+        families.spec_from_config({"architectures": ["OddForCausalLM"]})
+
+
+BLOCKS = """
+from dataclasses import dataclass, replace
+from headrace.executor.models.blocks import Declared, WithoutWeights
+from headrace.executor.models.blocks.dense import Dense
+from headrace.executor.models.families._config import llama_like
+
+@dataclass(frozen=True)
+class Op(WithoutWeights, Declared):
+    eager_reader = "READER"
+
+class Raising:
+    def __init__(self, weights, declared, prefix):
+        pass
+    def __call__(self, x):
+        raise SystemExit(3)
+
+@dataclass(frozen=True)
+class Odd(Dense):
+    def declare(self, spec):
+        DECLARE
+        return {**super().declare(spec), "odd": Op()}
+    def emit(self, ops, held, x):
+        return super().emit(ops, held, ops.compute(held["odd"], x))
+
+def build(config):
+    spec = llama_like(config)
+    return replace(spec, layers=tuple(replace(each, ffn=Odd(96, "silu")) for each in spec.layers))
+
+FAMILY = Family(("OddForCausalLM",), build)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reader", "declare", "said"),
+    [
+        (
+            "failing_family:Raising",
+            "raise KeyError(7)",
+            r"OddForCausalLM, with blocks of failing_family, failed: KeyErr",
+        ),
+        ("nowhere:Raising", "", r"the eager_reader 'nowhere:Raising' of failing_family.Op failed: ModuleNotFoundError"),
+        ("failing_family:Nope", "", r"the eager_reader 'failing_family:Nope' of failing_family.Op failed: Attribute"),
+        ("failing_family:Raising", "", r"the op failing_family.Raising failed: SystemExit\(3\)"),
+    ],
+)
+def test_a_block_or_op_of_a_package_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, declare: str, said: str
+) -> None:
+    register_family(tmp_path, BLOCKS.replace("READER", reader).replace("DECLARE", declare), monkeypatch)
+    config = {**tiny_models.COMMON, "architectures": ["OddForCausalLM"], "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadraceError, match=said):
+        answer_of(tmp_path)
+
+
+def answer_of(folder: Path) -> None:
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"}
+    llm = LLM(str(folder), in_process=True, max_model_len=64, num_gpu_blocks_override=40, **options)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -67,6 +67,14 @@ class Family:
     token_classifier: str = "score"
     """What transformers calls the layer of the decoder's ForTokenClassification."""
 
+    def __post_init__(self) -> None:
+        """Raises TypeError, as the module of another package that makes it is imported."""
+        names: Any = self.architectures
+        if not (isinstance(names, tuple) and names and all(isinstance(each, str) for each in names)):
+            raise TypeError(f"a family's architectures are {names!r:.100}; they must be a tuple of names")
+        if not callable(self.build):
+            raise TypeError(f"the build of the family of {names[0]} is {self.build!r:.100}; it must be a function")
+
 
 @functools.cache
 def families() -> Mapping[str, Family]:
@@ -135,6 +143,8 @@ def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec
         read = Config({**config, **defaults_of(named, config), "architectures": [named]})
         read.warns = warns
         spec = family.build(read)
+        if not isinstance(spec, ArchSpec):
+            raise TypeError(f"its build returned {spec!r:.100}; expected: an ArchSpec")
         check_unread(read, family, refuses=family is own_family(named))
         return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]), family)
     except HeadraceError:
