@@ -17,9 +17,11 @@ import numpy as np
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.blocks import NULL_BLOCK, BlockPool
-from headrace.core.schedule.groups.group import GroupBlocks, PrefixHit, Sizes, class_of
+from headrace.core.schedule.groups.contained import contain
+from headrace.core.schedule.groups.group import KINDS, GroupBlocks, PrefixHit, Sizes, class_of
 from headrace.core.schedule.groups.state import StatePages
 from headrace.core.schedule.requests import RowTable
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -48,7 +50,7 @@ class BlockTables:
         """[num_rows]: length of the row's growing tables, including released entries."""
         tables = [*self.table, *[_NO_PAGES] * (len(kinds) - self.num_growing)]
         self.parts: tuple[GroupBlocks, ...] = tuple(
-            kind(pool, group, number, sizes, table)
+            _part(kind, pool, group, number, sizes, table)
             for number, (kind, group, table) in enumerate(zip(kinds, self.groups, tables, strict=True))
         )
         self.states = next((part for part in self.parts if isinstance(part, StatePages)), None)
@@ -129,6 +131,11 @@ class BlockTables:
 
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
+    @property
+    def nothing(self) -> PrefixHit:
+        """What is found where nothing is looked for."""
+        return PrefixHit(0, tuple([] for _ in self.parts))
+
     def find(self, hashes: Sequence[BlockHash]) -> PrefixHit:
         """The longest prefix of `hashes` for which each group has the blocks that it needs. Takes no references."""
         if len(self.parts) == 1 and not self._is_sparse:
@@ -169,6 +176,21 @@ class BlockTables:
         """Removes what rows computed of these hashes from the prefix cache, in all groups."""
         for part in self.parts:
             self.pool.forget(each + part.suffix for each in token_hashes)
+
+
+def _part(
+    kind: type[GroupBlocks], pool: BlockPool, group: CacheGroup, number: int, sizes: Sizes, table: np.ndarray
+) -> GroupBlocks:
+    """Raises OptionError, naming the kind, if another package's cannot be made."""
+    if group.kind in KINDS:
+        return kind(pool, group, number, sizes, table)
+    try:
+        return contain(kind(pool, group, number, sizes, table), group.kind)
+    except BaseException as error:
+        let_interrupts_pass(error)
+        raise OptionError(
+            f"the cache kind {group.kind}, {kind.__module__}.{kind.__qualname__}, cannot be made: {error!r:.200}"
+        ) from error
 
 
 def _agreed(hashes: Sequence[BlockHash], found: Sequence[Callable[[Sequence[BlockHash]], int]]) -> int:

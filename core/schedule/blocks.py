@@ -145,6 +145,9 @@ class BlockPool:
         """The block of this name, or NULL_BLOCK. Takes no reference."""
         return self._block_of.get(name, NULL_BLOCK)
 
+    def has_name(self, block: int) -> bool:
+        return self._hash_of[block] is not None
+
     def name_of(self, block: int) -> BlockHash:
         """The name of a block that has one. Raises InconsistentError for another."""
         name = self._hash_of[block]

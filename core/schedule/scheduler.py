@@ -32,6 +32,7 @@ from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
 from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.blocks import BlockPool
 from headrace.core.schedule.features.feature import Context, Followed, StepFeature, together
+from headrace.core.schedule.groups.contained import CacheKindError
 from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.new_tokens import new_tokens
 from headrace.core.schedule.plan_builder import PlanBuilder
@@ -354,7 +355,12 @@ class Scheduler:
             request.num_passed += 1
 
     def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
-        missing = self.tables.num_missing(len(request.token_ids), hit)
+        try:
+            missing = self.tables.num_missing(len(request.token_ids), hit)
+        except CacheKindError as error:
+            self._failed.setdefault(request, str(error))
+            groups, size = self.config.cache_groups, self.config.block_size
+            missing = request_blocks(groups, len(request.token_ids), size, self.config.max_num_batched_tokens)
         growth = self.num_running * self.tables.num_growing  # each may need one more block before this request ends
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
@@ -518,7 +524,15 @@ class Scheduler:
         return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:
-        """Looks up the request's longest cached prefix."""
+        """The request's longest cached prefix. A request that another package's cache kind fails for fails, once a step
+        has been planned."""
+        try:
+            return self._find(request)
+        except CacheKindError as error:
+            self._failed.setdefault(request, str(error))
+            return self.tables.nothing
+
+    def _find(self, request: Request) -> PrefixHit:
         usable_tokens = request.task.most_cached(len(request.token_ids))
         if self.hasher is None or not usable_tokens:
             return self.tables.find([])

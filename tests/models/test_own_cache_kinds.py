@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import tiny_models
+from engine_parts import SteppedCore
 from installed_packages import install
 
-from headrace.core.schedule.groups.group import class_of
+from headrace.core.schedule.groups.contained import CacheKindError
+from headrace.core.schedule.groups.full import FullBlocks
+from headrace.core.schedule.groups.group import GroupBlocks, class_of
+from headrace.ipc import plugins
 from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import FinishReason
 
 ENTRY_POINTS = """
 [headrace.plugins]
@@ -188,3 +196,119 @@ def test_a_cache_kind_under_a_name_that_is_taken_is_refused(
     }
     with pytest.raises(OptionError, match=words[name]):
         class_of(name)
+
+
+class Careless(FullBlocks):
+    """Full attention, with a hook that fails while there is an answer for it."""
+
+    answers: ClassVar[dict[str, Any]] = {}
+    find = GroupBlocks.find
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if "__init__" in self.answers:
+            raise KeyError("__init__")
+
+
+def _hooked(name: str) -> Any:
+    def hook(self: Careless, *given: Any) -> Any:
+        if name not in self.answers:
+            return getattr(FullBlocks, name)(self, *given)
+        answer = self.answers[name]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    return hook
+
+
+for _name in ("num_missing", "longest", "needed", "enter", "held", "give_back"):
+    setattr(Careless, _name, _hooked(_name))
+
+
+class Constant(FullBlocks):
+    grows = False
+
+
+@pytest.fixture
+def careless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The answers of an installed kind, which has none at first."""
+    entries = f"[headrace.cache_kinds]\ncareless = {__name__}:Careless\nconstant = {__name__}:Constant\n"
+    install(tmp_path, "careless", entries, {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._installed_on.cache_clear()
+    Careless.answers = {}
+    yield Careless.answers
+    monkeypatch.undo()
+    plugins._installed_on.cache_clear()
+
+
+def stepped(kind: str = "careless") -> SteppedCore:
+    return SteppedCore(kinds=(kind,), async_scheduling=False)
+
+
+def failed_in(hook: str) -> str:
+    return f"the cache kind careless, {__name__}.Careless, failed in {hook}: "
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "why"),
+    [
+        ("longest", SystemExit(3), "SystemExit(3)"),
+        ("longest", 40, "it returned 40; expected: a number of the blocks that were given"),
+        ("longest", None, "it returned None"),
+        ("needed", [0], "it returned [0]; expected: a list of cached blocks"),
+        ("needed", [10**6], "it returned [1000000]; expected: a list of cached blocks"),
+        ("needed", [63], "it returned [63]; expected: a list of cached blocks"),
+        ("needed", ZeroDivisionError(), "ZeroDivisionError()"),
+        ("num_missing", -1, "it returned -1; expected: a number of blocks"),
+        ("num_missing", KeyError("x"), "KeyError('x')"),
+    ],
+)
+def test_a_kind_that_fails_when_a_request_is_looked_up_fails_that_request_alone(
+    careless: dict[str, Any], hook: str, answer: Any, why: str
+) -> None:
+    core = stepped()
+    client = core.open()
+    client.add(0, [5, 6, 7, 8, 9], max_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        core.loop.turn()
+    careless[hook] = answer
+    client.add(1, [5, 6, 7, 8, 9], max_tokens=3, ignore_eos=True)
+    for _ in range(3):
+        core.loop.turn()
+    careless.clear()
+    client.add(2, [5, 6, 7, 8, 9], max_tokens=3, ignore_eos=True)
+    core.run_until_idle()
+    ends = {end.slot: end for end in client.finishes()}
+    assert [ends[slot].reason for slot in range(3)] == [FinishReason.LENGTH, FinishReason.FAILED, FinishReason.LENGTH]
+    assert ends[1].failure is not None
+    assert ends[1].failure.message.startswith(failed_in(hook))
+    assert why in ends[1].failure.message
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer"), [("enter", ZeroDivisionError()), ("held", None), ("give_back", SystemExit(3))]
+)
+def test_a_kind_that_fails_while_it_changes_what_rows_hold_is_named(
+    careless: dict[str, Any], hook: str, answer: Any
+) -> None:
+    core = stepped()
+    client = core.open()
+    careless[hook] = answer
+    client.add(0, [5, 6, 7, 8, 9], max_tokens=9, ignore_eos=True)
+    with pytest.raises(CacheKindError, match=re.escape(failed_in(hook))):
+        core.run_until_idle()
+
+
+def test_a_kind_that_cannot_be_made_is_named(careless: dict[str, Any]) -> None:
+    careless["__init__"] = True
+    words = rf"the cache kind careless, {__name__}.Careless, cannot be made: KeyError\('__init__'\)"
+    with pytest.raises(OptionError, match=words):
+        stepped()
+
+
+@pytest.mark.usefixtures("careless")
+def test_a_kind_whose_tables_do_not_grow_is_refused() -> None:
+    with pytest.raises(OptionError, match=f"the cache kind constant, {__name__}:Constant, has grows=False"):
+        stepped("constant")

@@ -48,13 +48,13 @@ EOS = 2
 def make_plan(**changes: Any) -> tuple[Plan, Facts]:
     """A small plan and its facts. `num_blocks` includes the null block; the other changes are fields of Options and
     Plan. `windows` sets the windows of the model's layers, or STATE for one with a state, which takes `state_pages`;
-    blocks that more cache groups need are added.
+    `kinds` the cache kinds of those without. Blocks that more cache groups need are added.
     """
     num_blocks = changes.pop("num_blocks", 64)
     max_model_len = changes.pop("max_model_len", 64)
     layers, state_pages = changes.pop("windows", (None,)), changes.pop("state_pages", 1)
     windows = [window for window in layers if window != STATE]
-    groups = group_layers(windows) if windows else ()
+    groups = group_layers(windows, kinds=changes.pop("kinds", None)) if windows else ()
     groups += (CacheGroup(kind="state", pages=state_pages),) if STATE in layers else ()
     prompt_logprobs_cost = changes.pop("prompt_logprobs_cost", 0.0)
     values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **changes}

@@ -1,7 +1,9 @@
 """The protocol of a cache group: the blocks that rows hold in it, and what the prefix cache has of it.
 
 A kind of groups is a class that `group_kind` registers under `CacheGroup.kind`. Another package registers one under the
-entry points `headrace.cache_kinds`, by the name that its mixers have as their `cache_kind`.
+entry points `headrace.cache_kinds`, by the name that its mixers have as their `cache_kind`. It is told no size of its
+own: `CacheGroup.window` is the mixers' `sliding_window`, and 0 for mixers that read further back. What a hook of such a
+kind may not do without ending the engine is said in `contained.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class GroupBlocks:
     """The part of one cache group in all rows. A block's name is a block hash and the group's suffix."""
 
     grows: ClassVar[bool] = True
-    """The table of a row has an entry for each `block_size` of its tokens, and `table` is [num_rows, max_blocks]."""
+    """The table of a row has an entry for each `block_size` of its tokens, and `table` is [num_rows, max_blocks]. Of
+    kinds of other packages always."""
 
     def __init__(self, pool: BlockPool, group: CacheGroup, number: int, sizes: Sizes, table: np.ndarray) -> None:
         """number: of the group in the model. table: int32, this group's part of the tables of all groups that grow;
@@ -151,5 +154,10 @@ def class_of(kind: str) -> type[GroupBlocks]:
         raise OptionError(
             f"the cache kind {kind}, {entry.value}, has the name of {registered.__module__}.{registered.__qualname__}; "
             "it must have one of its own"
+        )
+    if not found.grows:
+        raise OptionError(
+            f"the cache kind {kind}, {entry.value}, has grows={found.grows!r}; the tables of another package's kind "
+            "grow with their rows"
         )
     return found
