@@ -371,6 +371,8 @@ def test_a_resolver_of_ones_own_is_asked_too(
                 raise InvalidRequestError("the shelf fell down")
             if lora_name == "exits":
                 raise SystemExit(3)
+            if lora_name == "seven":
+                return 7  # type: ignore[return-value]
             return LoRARequest(lora_name, 1, f"{folder}/sql") if lora_name == "mine" else None
 
     monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {"mine": Mine()})
@@ -379,8 +381,14 @@ def test_a_resolver_of_ones_own_is_asked_too(
     assert error_of(client.post("/v1/completions", json={"model": "a/" * 5000 + "a", "prompt": "a"}), 404)
     assert asked == [(MODEL, "mine")], "it was asked once"
     error = error_of(client.post("/v1/completions", json={"model": "fails", "prompt": "a"}), 400)
-    assert "the shelf fell down" in error["message"]
+    assert error["message"] == (
+        "LoRA adapter 'fails' could not be resolved: the resolver mine failed: the shelf fell down"
+    )
     error_of(client.post("/v1/completions", json={"model": "exits", "prompt": "a"}), 400)
+    error = error_of(client.post("/v1/completions", json={"model": "seven", "prompt": "a"}), 400)
+    assert error["message"].endswith(
+        "the resolver mine failed: resolve_lora returned 7; expected: a LoRARequest or None"
+    )
     assert client.post(UNLOAD, json={"lora_name": "mine"}).status_code == 200
 
 
@@ -419,6 +427,28 @@ def test_a_resolver_of_an_installed_package_is_asked(install: Callable[[str, str
         assert completed(client, "shelved") != completed(client)
         assert client.get("/lora-adapters").json()[0]["path"] == f"{folder}/sql"
         error_of(client.post("/v1/completions", json={"model": "elsewhere", "prompt": "a"}), 404)
+
+
+LATE = """
+import asyncio
+from headrace.lora.resolver import LoRAResolver
+
+class Shelf(LoRAResolver):
+    async def resolve_lora(self, base_model_name, lora_name):
+        if lora_name == "cancels":
+            raise asyncio.CancelledError
+        await asyncio.Event().wait()
+"""
+
+
+def test_a_resolver_that_does_not_end_or_ends_as_if_cancelled_is_named(install: Callable[[str, str], None]) -> None:
+    install(LATE, "shelf = shelf:Shelf")
+    with serving_here(ServeOptions(port=0, request_timeout=0.5), **ENGINE) as server, server.client() as client:
+        body = {"model": "cancels", "prompt": "a", "max_tokens": 1}
+        error = error_of(client.post("/v1/completions", json=body), 400)
+        assert error["message"].endswith("could not be resolved: the resolver shelf failed: CancelledError")
+        error = error_of(client.post("/v1/completions", json={**body, "model": "waits"}), 504)
+        assert error["message"].endswith("the resolver shelf failed: it took longer than 0.5 s")
 
 
 def test_an_installed_resolver_without_its_method_is_named(install: Callable[[str, str], None]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.engines import adapter_named
 from headrace.frontend.http.server.errors import ApiError, UnknownModelError, bad_field, unavailable, without_own_names
+from headrace.frontend.request.lora_request import LoRARequest
 from headrace.ipc.adapters import MOST_NAME, AdapterUse
 from headrace.ipc.control import LoadAdapter
 from headrace.ipc.failure import HeadraceError, OptionError, let_interrupts_pass
@@ -29,6 +30,8 @@ from headrace.ipc.ranges import FLOAT32
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_RESOLVING_S = 600.0
+"""Longest time that a resolver may look for an adapter, where `request_timeout` allows it."""
 
 
 class AdapterScale(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,6 +78,7 @@ class AdapterFinder:
         self._pool = pool
         self._modules = parse_lora_modules(options.lora_modules)
         self._has_loaded = not self._modules
+        self._timeout_s = min(options.request_timeout or MOST_RESOLVING_S, MOST_RESOLVING_S)
         self._own: dict[str, LoRAResolver] = {}
         if options.lora_resolver_cache_dir:
             self._own["lora_resolver_cache_dir"] = FilesystemResolver(options.lora_resolver_cache_dir)
@@ -138,11 +142,21 @@ class AdapterFinder:
         return await run()
 
     async def _resolve(self, name: str, unknown: UnknownModelError) -> None:
-        cause = ""
+        problem, status = "", HTTPStatus.BAD_REQUEST
         for title, resolver in self.resolvers.items():
+            step = f"could not be resolved: the resolver {title} failed"
             try:
-                if (found := await resolver.resolve_lora(self._pool.welcome.model, name)) is None:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        found: Any = await resolver.resolve_lora(self._pool.welcome.model, name)
+                except TimeoutError as error:
+                    status = HTTPStatus.GATEWAY_TIMEOUT
+                    raise TimeoutError(str(error) or f"it took longer than {self._timeout_s:g} s") from error
+                if found is None:
                     continue
+                if not isinstance(found, LoRARequest):
+                    raise TypeError(f"resolve_lora returned {found!r:.100}; expected: a LoRARequest or None")
+                step = "was found but could not be loaded"
                 command = LoadAdapter(
                     name=name,
                     path=found.use.path,
@@ -150,20 +164,29 @@ class AdapterFinder:
                     base_model_name=found.base_model_name or "",
                 )
                 await self._pool.adapters.load(command)
-            except asyncio.CancelledError:
-                raise
             except BaseException as error:  # a resolver may be anybody's
                 let_interrupts_pass(error)
+                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                    raise
                 cause = str(error).partition("\n")[0] or type(error).__name__
-                logger.warning("the LoRA adapter %s of the resolver %s: %s", name, title, cause)
+                problem = f"{step}: {without_own_names(cause)}"
+                logger.warning("the LoRA adapter %s of the resolver %s: %s", name, title, problem)
             else:
                 logger.info("the LoRA adapter %s was found by the resolver %s", name, title)
                 return
-        if not cause:
+        if not problem:
             raise unknown
+        is_late = status is HTTPStatus.GATEWAY_TIMEOUT
         raise ApiError(
-            HTTPStatus.BAD_REQUEST,
-            f"LoRA adapter '{name:.200}' was found but could not be loaded: {without_own_names(cause)}",
-            type="BadRequestError",
+            status,
+            f"LoRA adapter '{name:.200}' {problem}",
+            type="timeout_error" if is_late else "BadRequestError",
             param="model",
+            code="timeout" if is_late else None,
         )
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is, and not merely something that it called raised CancelledError."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
