@@ -64,8 +64,9 @@ class StepCodec(Generic[T]):
         return b"".join(parts)
 
     def decode(self, data: bytes | bytearray) -> T:
-        """The arrays share `data`'s memory. Raises CodecError for bytes that `encode` did not produce."""
-        decoder = self._decoder
+        """The arrays share the memory of `data` and can be written, since torch warns of others: bytes, as a step comes
+        that is too large for its ring, are copied. Raises CodecError for bytes that `encode` did not produce."""
+        decoder, data = self._decoder, data if isinstance(data, bytearray) else bytearray(data)
         try:
             rest_bytes, *fields = self._header.unpack_from(data)
             at = self._header.size

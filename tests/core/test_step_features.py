@@ -537,6 +537,14 @@ def test_a_kind_has_a_size_and_a_name_of_its_own_and_travels_as_it_is() -> None:
     assert found.attachments[0].numbers.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("form", [bytes, bytearray])
+def test_a_decoded_steps_arrays_can_be_written(form: Any) -> None:
+    """Else torch warns of them, once in each worker that gets a step too large for its ring."""
+    found = StepCodec(StepPlan).decode(form(StepCodec(StepPlan).encode(plan_of_two())))
+    assert found.rows.flags.writeable
+    assert found.num_computed_tokens.flags.writeable
+
+
 def test_a_process_that_does_not_know_a_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = msgspec.structs.replace(plan_of_two(), attachments=(Marks(numbers=np.arange(3)),))
     data = StepCodec(StepPlan).encode(plan)
