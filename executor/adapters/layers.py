@@ -111,6 +111,7 @@ class _Mapped:
 
     def deltas(self) -> dict[str, Delta]:
         spec, place = self.layers.spec, self.layers.place
+        self._check_factors()
         own = {spec.layer_prefix(self.layers.prefix, index) for index in place.layers(spec.num_layers)}
         found: dict[str, Delta] = {}
         for index, layer in enumerate(self.layers.declared):
@@ -176,34 +177,46 @@ class _Mapped:
                 if (module := self.modules.get(start + name)) is not None:
                     self._plain(module)
                     a, b = (each.float() for each in self._factors(module, shape))
-                    found[start + name] = a, b * self.adapter.config.scaling(module.name, len(a))
+                    scaling = self.adapter.config.scaling(module.name, len(a)) * self._factor(start + name)
+                    found[start + name] = a, b * scaling
         stacked_modules = self._stacked_modules(start, stack)
-        is_swapped = self._are_swapped(stacked_modules, inner, hidden)
+        is_gated = stack.gates != stack.ups
+        first, last = (2 * inner if is_gated else inner, hidden), (hidden, inner)
+        is_swapped = self._are_swapped(stacked_modules, first, last)
+        if first == last and len(stacked_modules) == 1:
+            raise self._error(
+                f"{stacked_modules[0].name}: which of the experts' two matrices it is for cannot be told by its shape"
+            )
         for module in stacked_modules:
             a, b = (each.float() for each in module.factors or ())
             count = len(stack.gates)
             if is_swapped and len(a) % count == 0:
                 a, b = _swapped(a, b, count)
-            rows, columns = len(b), a.shape[1]
-            if len(a) % count or (rows, columns) not in ((2 * inner, hidden), (hidden, inner)):
+            shape = len(b), a.shape[1]
+            if len(a) % count or shape not in (first, last):
                 raise self._error(
                     f"{module.name} has factors of {list(a.shape)} and {list(b.shape)}, and the model has {count} "
-                    f"experts of {[2 * inner, hidden]} and {[hidden, inner]}"
+                    f"experts of {list(first)} and {list(last)}"
                 )
             self._check_rank(module, len(a) // count)
-            is_down = (rows, columns) == (hidden, inner)
+            # peft wraps the first matrix first.
+            is_down = not module.name.endswith(".base_layer") if first == last else shape == last
             # As peft names the tensor, whatever module wraps it.
-            parameter = f"{module.name.removesuffix('.base_layer')}.{'down' if is_down else 'gate_up'}_proj"
+            tensor = "down" if is_down else "gate_up" if is_gated else "up"
+            parameter = f"{module.name.removesuffix('.base_layer')}.{tensor}_proj"
             b = b * self.adapter.config.scaling(parameter, len(a) // count)
             if is_down:
                 parts = [(stack.downs, slice(None))]
+            elif not is_gated:
+                parts = [(stack.ups, slice(None))]
             elif (stacked := self.layers.spec.stacked) is not None and stacked.alternating:
                 parts = [(stack.gates, slice(0, None, 2)), (stack.ups, slice(1, None, 2))]
             else:
                 parts = [(stack.gates, slice(0, inner)), (stack.ups, slice(inner, None))]
             each_a, each_b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count))
             for names, own in parts:
-                found |= {start + name: (each_a[i], each_b[own, :, i]) for i, name in enumerate(names)}
+                for i, name in enumerate(names):
+                    found[start + name] = each_a[i], each_b[own, :, i] * self._factor(start + name)
         return found
 
     def _stacked_modules(self, start: str, stack: ExpertStack) -> list[AdapterModule]:
@@ -217,10 +230,11 @@ class _Mapped:
         wrapped = [f"{start}{name}{'.base_layer' * depth}" for name in dict.fromkeys(names) for depth in range(2)]
         return [self.modules[name] for name in wrapped if name in self.modules]
 
-    def _are_swapped(self, modules: Sequence[AdapterModule], inner: int, hidden: int) -> bool:
+    def _are_swapped(self, modules: Sequence[AdapterModule], first: tuple[int, int], last: tuple[int, int]) -> bool:
         """Whether A and B of stacked experts have each other's place, as peft wrote them before 0.19.1: it took the
-        experts' tensors for [experts, in_features, out_features]. The shapes show it, unless all are square."""
-        stored, found = ((2 * inner, hidden), (hidden, inner)), set[bool]()
+        experts' tensors for [experts, in_features, out_features]. first, last: the shapes of an expert's two matrices,
+        which show it, unless all are square, or the second is the first transposed."""
+        stored, found = (first, last), set[bool]()
         for module in modules:
             self._plain(module)
             assert module.factors is not None, "_plain has looked"
@@ -278,6 +292,11 @@ class _Mapped:
             )
         if module.embedding_a is not None or (module.bias is not None and not spec.head_bias):
             raise self._error(f"{module.name} has what the model's head has not")
+        if module.b_bias is not None and spec.logit_scale != 1:
+            raise self._error(
+                f"{module.name} has a bias (lora_bias), and the model multiplies its logits: models differ in whether "
+                "that is multiplied too"
+            )
         own = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else slice(0, spec.vocab_size)
         own = slice(own.start, min(own.stop, spec.vocab_size))
         if module.weight is not None:
@@ -471,9 +490,9 @@ class _Mapped:
         declared = stored if matrix.place is None else stored[torch.from_numpy(matrix.place.rows)]
         return _own(declared, self.layers.grown.get(f"{matrix.name}.weight", {}).get(0), matrix.own)
 
-    def _factor(self, name: str) -> float:
-        """By which a matrix is multiplied on reading (`ArchSpec.scaled`)."""
-        return next((factor for each, factor in self.layers.spec.scaled if f"{name}.weight".endswith(f".{each}")), 1.0)
+    def _factor(self, name: str, kind: str = "weight") -> float:
+        """By which a matrix is multiplied on reading (`ArchSpec.scaled`), or what is added to its results."""
+        return next((factor for each, factor in self.layers.spec.scaled if f"{name}.{kind}".endswith(f".{each}")), 1.0)
 
     def _bias(self, linear: Linear, matrices: list[_Matrix], total: int) -> Tensor | None:
         """What is added to the layer's own bias; the first rank adds it where ranks add up."""
@@ -483,15 +502,16 @@ class _Mapped:
         found = torch.zeros(total)
         adds = own_part(linear.columns, self.layers.place) is None or self.layers.place.tp_rank == 0
         for each in matrices:
-            module, added = each.module, None
+            module, added, factor = each.module, None, self._factor(each.name, "bias")
             if module.b_bias is not None:
                 a, _ = self._factors(module)
-                added = self._rows(each, module.b_bias.float() * self.adapter.config.scaling(module.name, len(a)))
+                scaling = self.adapter.config.scaling(module.name, len(a)) * factor
+                added = self._rows(each, module.b_bias.float() * scaling)
             if module.bias is not None:
                 if not linear.bias:
                     raise self._error(f"{module.name} has a bias, and the model's has none")
                 self._check_bias(module, each.shape[0])
-                new = self._rows(each, module.bias.float())
+                new = self._rows(each, module.bias.float() * factor)
                 base = self.base.get(f"{each.name}.bias").float()
                 change = new - _own(base, self.layers.grown.get(f"{each.name}.bias", {}).get(0), each.own)
                 added = change if added is None else added + change
@@ -529,6 +549,14 @@ class _Mapped:
 
     def _is_needless(self, name: str) -> bool:
         return any(re.search(each, f"{name}.weight") for each in self.layers.spec.names.ignorable)
+
+    def _check_factors(self) -> None:
+        """Raises ModelError where nothing says what the products are to be multiplied by."""
+        if self.layers.spec.contains_factors:
+            raise self._error(
+                f"the file of this {self.layers.spec.architecture} has the model's multipliers in its matrices, and "
+                "does not say what they are, so that adapters cannot be multiplied too; they go with safetensors"
+            )
 
     def _check_order(self) -> None:
         """Raises ModelError where the adapter's heads or the model's are in the order of GGUF files: columns of A are

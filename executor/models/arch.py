@@ -348,6 +348,9 @@ class ArchSpec:
     names: WeightNames = WeightNames()
     scaled: tuple[tuple[str, float], ...] = ()
     """(name of a layer's weight, factor), by which the weight is multiplied on reading. The names are complete."""
+    contains_factors: bool = False
+    """Whether the matrices contain factors that the checkpoint does not tell, as Falcon-H1's do in GGUF files. Adapters
+    are refused, whose results would be multiplied too."""
     stacked: StackedExperts | None = None
     also_stacked: tuple[StackedExperts, ...] = ()
     """Of checkpoints that have others, or several in a layer."""

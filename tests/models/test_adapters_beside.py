@@ -17,10 +17,11 @@ from rank_threads import RankThreads, pool_for_each_rank
 from test_adapters import EXPERTS
 from thinned import every
 from tiny_gguf import save_gguf
+from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_models import state_of
 from tiny_recurrent import FAMILIES
 
-from headrace import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from headrace import LLM, HeadraceError, LoRARequest, SamplingParams, StructuredOutputsParams
 from headrace.core.options.adapters import AdapterLimits
 from headrace.core.options.engine_options import Options
 from headrace.executor.adapters.slots import AdapterSlots
@@ -233,3 +234,65 @@ def test_adapters_of_gguf_models_see_the_weights_of_the_file(tmp_path: Path) -> 
     with LLM(str(file), **ENGINE, skip_tokenizer_init=True) as llm:
         for each in (None, lora):
             expect(llm, models, each)
+
+
+SCALED_LINEARS = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "the model's biases": ("falcon_h1_normed", {"bias": "lora_only", "target_modules": SCALED_LINEARS}),
+    "their own biases": ("falcon_h1", {"lora_bias": True, "target_modules": SCALED_LINEARS}),
+    "biases where there are none": ("minimax", {"lora_bias": True, "target_modules": ["q_proj", "out_proj", "o_proj"]}),
+    "experts": ("minimax", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    "biases of values": ("mimo_v2", {"lora_bias": True, "target_modules": ["v_proj"]}),
+}
+"""Of models that multiply the results of matrices: what an adapter adds to these is multiplied too."""
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_what_is_added_to_results_that_a_model_multiplies_is_multiplied_too(case: str, tmp_path: Path) -> None:
+    name, config = SCALED[case]
+    model = tiny_models.make(FAMILIES[name] if name in FAMILIES else MIXTURES[name])
+    model.save_pretrained(tmp_path / "model")
+    models = PeftModels(model, tmp_path)
+    lora = LoRARequest("a", 1, str(models.make("a", size=0.1, **config)))
+    with LLM(str(tmp_path / "model"), **ENGINE, skip_tokenizer_init=True) as llm:
+        for each in (None, lora):
+            expect(llm, models, each)
+
+
+@pytest.mark.parametrize(("name", "inner"), [("nemotron_h", 48), ("nemotron_h", 32), ("nemotron_h_latent", 48)])
+def test_adapters_of_stacked_experts_without_a_gate_equal_peft(name: str, inner: int, tmp_path: Path) -> None:
+    """Whose two matrices are square, or one like the other transposed."""
+    model = tiny_models.make(FAMILIES[name], moe_intermediate_size=inner)
+    model.save_pretrained(tmp_path / "model")
+    models, both = PeftModels(model, tmp_path), ["experts.up_proj", "experts.down_proj"]
+    targets = {"both": both, "up": both[:1], "down": both[1:]}
+    with LLM(str(tmp_path / "model"), **ENGINE, skip_tokenizer_init=True) as llm:
+        for number, (which, parameters) in enumerate(targets.items(), 1):
+            path = models.make(which, seed=number, target_modules=["q_proj"], target_parameters=parameters)
+            lora = LoRARequest(which, number, str(path))
+            if inner == 32 and which != "both":  # as the hidden size
+                with pytest.raises(HeadraceError, match="which of the experts' two matrices it is for cannot be told"):
+                    llm.generate([PROMPTS[0]], PARAMS, use_tqdm=False, lora_request=lora)
+            else:
+                expect(llm, models, lora)
+
+
+def expect_refusal(model: Path, adapter: Path, words: str) -> None:
+    lora = LoRARequest("a", 1, str(adapter))
+    with LLM(str(model), **ENGINE, skip_tokenizer_init=True) as llm, pytest.raises(HeadraceError, match=words):
+        llm.generate([PROMPTS[0]], PARAMS, use_tqdm=False, lora_request=lora)
+
+
+def test_a_bias_beside_a_head_whose_logits_are_multiplied_is_refused(tmp_path: Path) -> None:
+    model = tiny_models.make(FAMILIES["granite_hybrid_dense"], logits_scaling=4.0)
+    model.save_pretrained(tmp_path / "model")
+    path = PeftModels(model, tmp_path).make("a", target_modules=["lm_head"], lora_bias=True)
+    expect_refusal(tmp_path / "model", path, r"lm_head has a bias \(lora_bias\), and the model multiplies its logits")
+
+
+def test_a_file_whose_matrices_contain_multipliers_takes_no_adapters(tmp_path: Path) -> None:
+    """Nothing says by what peft's factors are to be multiplied."""
+    model = tiny_models.make(FAMILIES["falcon_h1"], tie_word_embeddings=False)
+    file = save_gguf(model, tmp_path / "model.gguf")
+    path = PeftModels(model, tmp_path).make("a", target_modules=["q_proj"])
+    expect_refusal(file, path, "has the model's multipliers in its matrices, and does not say what")

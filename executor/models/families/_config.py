@@ -126,6 +126,11 @@ def activation(config: Config, key: str, default: str) -> NamedActivation:
     return ACTIVATIONS[name]
 
 
+def results_times(factor: float, *names: str) -> tuple[tuple[str, float], ...]:
+    """Of `ArchSpec.scaled`: what multiplies the results of these matrices, also those that adapters add to them."""
+    return tuple((f"{name}.{kind}", factor) for name in names for kind in ("weight", "bias") if factor != 1)
+
+
 def limited_silu(config: Config, key: str) -> Activation:
     """silu of gates of at most the limit that the key gives, 10 where it is missing, which is the largest magnitude of
     what they are multiplied with too. Raises NotNativeError for other limits."""

@@ -160,8 +160,9 @@ _COMPUTED = """
     moe_layers_enum moe_normalize_expert_weights moe_num_experts moe_num_shared_experts moe_renormalize
     moe_routed_scaling_factor moe_router_logit_softcapping moe_router_renormalize moe_router_scaling_factor
     moe_shared_expert_intermediate_size moe_top_k mova_num_experts mova_num_experts_per_tok mscale mscale_all_dim
-    multi_query multi_query_attention multi_query_group_num mup_enabled mup_scale_factor n_embd n_embed n_group n_groups
-    n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts n_shared_experts name new_decoder_architecture
+    multi_query multi_query_attention multi_query_group_num multipliers_in_weights mup_enabled mup_scale_factor n_embd
+    n_embed n_group n_groups n_head n_inner n_layer n_mamba_heads n_positions n_routed_experts n_shared_experts name
+    new_decoder_architecture
     ngram_vocab_size_ratio no_bias no_rope_layer_interval no_rope_layers norm_bias norm_eps norm_epsilon
     norm_expert_weight norm_first norm_topk_prob num_attention_groups num_attention_heads_per_layer num_dense_layers
     num_experts num_experts_per_tok num_hash_layers num_key_value_heads_per_layer num_kv_shared_layers

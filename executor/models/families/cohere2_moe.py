@@ -22,6 +22,7 @@ from headrace.executor.models.families._config import (
     number,
     optional_integer,
     positive,
+    results_times,
     rope,
     routed_layers,
 )
@@ -30,7 +31,7 @@ from headrace.ipc.failure import ModelError
 
 NAMES = WeightNames(mlp_norm="input_layernorm", shared_expert="mlp.shared_experts")
 SCORES = ("softmax", "sigmoid")
-HALF = (("mlp.shared_experts.down_proj.weight", 0.5),)
+HALF = results_times(0.5, "mlp.shared_experts.down_proj")
 
 
 def build(config: Config) -> ArchSpec:

@@ -83,7 +83,7 @@ def build(config: Config) -> ArchSpec:
     for layer in spec.layers:
         assert isinstance(layer.mixer, Attention)
         layers.append(replace(layer, mixer=Parallel(layer.mixer, recurrent)))
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), contains_factors=flag(config, "multipliers_in_weights", False))
 
 
 FAMILY = Family(

@@ -13,6 +13,7 @@ from headrace.executor.models.families._config import (
     llama_like,
     number,
     optional_number,
+    results_times,
 )
 
 NAMES = WeightNames(
@@ -56,7 +57,7 @@ def build(config: Config) -> ArchSpec:
         embedding_scale=number(own, "embedding_multiplier_scale", 78.38367176906169),
         logit_scale=number(own, "output_multiplier_scale", 0.5773502691896257),
         final_soft_cap=optional_number(own, "final_logit_softcapping"),
-        scaled=((f"{NAMES.shared_expert}.{NAMES.expert_down}.weight", PARALLEL),) if dense else (),
+        scaled=results_times(PARALLEL, f"{NAMES.shared_expert}.{NAMES.expert_down}") if dense else (),
         names=NAMES,
     )
 

@@ -23,6 +23,7 @@ from headrace.executor.models.families._config import (
     optional_integer,
     optional_number,
     require_whole_sections,
+    results_times,
     rope,
 )
 from headrace.ipc.failure import ModelError
@@ -69,7 +70,7 @@ def _build(config: Config) -> ArchSpec:
         config | {"rope_parameters": None, "rope_scaling": None, "rope_theta": None},
         ffn=mixture_after_dense(config, corrected_routing(config), default_dense=1),
         names=NAMES,
-        scaled=tuple((f"self_attn.v_proj.{kind}", scale or 1.0) for kind in ("weight", "bias")),
+        scaled=results_times(scale or 1.0, "self_attn.v_proj"),
     )
     layers = (LayerSpec(mixers[kind], layer.ffn) for kind, layer in zip(types, spec.layers, strict=True))
     return replace(spec, layers=tuple(layers))

@@ -13,6 +13,7 @@ from headrace.executor.models.families._config import (
     llama_like,
     number,
     positive,
+    results_times,
     rope,
     with_rotary_dim,
 )
@@ -76,11 +77,12 @@ def build(config: Config) -> ArchSpec:
         Lightning(heads=heads, head_dim=head_dim, rates=slopes(heads, index, count), norm_eps=1e-6)
         for index in range(count)
     ]
-    scaled = [
-        ("self_attn.out_proj.weight", betas["linear_attn"] / alpha),
-        ("self_attn.o_proj.weight", betas["full_attn"] / alpha),
-        *((f"{NAMES.experts}.{index}.w2.weight", betas["mlp"] / alpha) for index in range(_experts_of(config))),
-    ]
+    downs = (f"{NAMES.experts}.{index}.w2" for index in range(_experts_of(config)))
+    scaled = (
+        *results_times(betas["linear_attn"] / alpha, "self_attn.out_proj"),
+        *results_times(betas["full_attn"] / alpha, "self_attn.o_proj"),
+        *results_times(betas["mlp"] / alpha, *downs),
+    )
     layers = [
         layer if kind == "full_attention" else LayerSpec(mixer, layer.ffn)
         for kind, layer, mixer in zip(kinds, spec.layers, lightning, strict=True)
@@ -89,7 +91,7 @@ def build(config: Config) -> ArchSpec:
         spec,
         layers=tuple(layers),
         fused=(lightning[0].fused(),) if lightning else (),
-        scaled=tuple((name, factor) for name, factor in scaled if factor != 1),
+        scaled=scaled,
     )
 
 

@@ -145,13 +145,15 @@ def _granite_hybrid(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _falcon_h1(fields: Fields, config: Config) -> dict[str, Any]:
-    """Multipliers are part of the weights. Raises ModelError for files with biases of what reads a multiplied input."""
+    """Multipliers are part of the weights, and nothing says what they are. Raises ModelError for files with biases of
+    what reads a multiplied input."""
     if fields.any_layer_holds("attn_q.bias"):
         raise ModelError(
             f"{fields.header.path}: attn_q.bias of a Falcon-H1 is not supported: the converter multiplies it, as it "
             "does the matrix, the model adds it as it is, and the file does not have the multiplier"
         )
     return _ssd(fields) | {
+        "multipliers_in_weights": True,
         "mamba_d_ssm": fields.count("ssm.inner_size"),
         "mamba_rms_norm": fields.any_layer_holds("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
