@@ -161,7 +161,8 @@ class CheckedWeights:
         """Part of a weight, in the float dtype in which it is stored. Raises ModelError for integers."""
         tensor = self._source.get(name, rows=rows, columns=columns)
         if not tensor.is_floating_point():
-            raise ModelError(f"the weight {name} is stored as {dtype_name(tensor.dtype)}; a type of floats is expected")
+            told = self._in_file(name)
+            raise ModelError(f"the weight {told} is stored as {dtype_name(tensor.dtype)}; a type of floats is expected")
         return tensor
 
     def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -391,6 +392,16 @@ def test_errors_name_the_tensors_of_the_file(
     whole = json.loads((path / "config.json").read_text(encoding="utf-8")) | config
     (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
     with pytest.raises(HeadraceError, match=words):
+        LLM(str(tmp_path), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["in_proj.weight", "conv1d.weight", "conv1d.bias"])
+def test_whole_numbers_are_named_by_the_tensor_of_the_file(folder: Path, tmp_path: Path, kind: str) -> None:
+    path, name = saved(folder, "mamba2"), f"backbone.layers.1.mixer.{kind}"
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(HeadraceError, match=rf"the weight {re.escape(name)} is stored as int8; a type of floats"):
         LLM(str(tmp_path), **TIGHT)
 
 
