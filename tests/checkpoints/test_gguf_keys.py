@@ -29,6 +29,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.rotary import inverse_frequencies
+from headrace.executor.models.sizes import model_weights
 from headrace.ipc.failure import HeadraceError, ModelError
 
 SIZES = {"feed_forward_length", "expert_feed_forward_length"}
@@ -566,3 +567,20 @@ def test_a_list_of_nothing_is_no_value(tmp_path: Path) -> None:
     header.metadata["llama.attention.value_length"] = np.zeros(0, np.int32)
     with pytest.raises(ModelError, match=r"llama\.attention\.value_length is \[\[\]\]|value_length is \[\]"):
         config_from_gguf(header)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("mamba", {}), ("mamba2", {}), ("granitehybrid", {}), ("falcon-h1", {"mamba_d_ssm": 120})],
+)
+def test_any_inner_size_is_a_multiple_of_the_hidden_one(name: str, others: dict[str, Any], tmp_path: Path) -> None:
+    """Families compute it as int(expansion * hidden_size), and 120 / 88 * 88 is below 120."""
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    sizes = {"embedding_length": 88, "ssm.inner_size": 120, "ssm.time_step_rank": 15, "ssm.group_count": 1}
+    own = header.metadata["general.architecture"]
+    header.metadata |= {f"{own}.{key}": each for key, each in sizes.items() if f"{own}.{key}" in header.metadata}
+    spec = spec_of(header)
+    assert [weight for weight in model_weights(spec) if weight.shape[-1] == 120]
+    if others:
+        config = config_from_gguf(header)
+        assert spec_from_config({key: each for key, each in config.items() if key != "mamba_expand"} | others) == spec

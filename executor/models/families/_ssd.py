@@ -55,6 +55,12 @@ def recurrent_layers(config: Config, key: str, count: int) -> list[bool]:
     return [each in RECURRENT for each in kinds[:count]]
 
 
+def quotient(inner: int, hidden: int) -> float:
+    """The expansion of which int(expansion * hidden), as everyone computes it, is `inner`."""
+    found = inner / max(1, hidden)
+    return found if int(found * hidden) == inner else math.nextafter(found, math.inf)
+
+
 FIELDS = ("mamba_", "time_step_")
 """How the fields that `mamba` reads begin."""
 

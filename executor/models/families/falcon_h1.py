@@ -16,7 +16,7 @@ from headrace.executor.models.families._config import (
     number,
     positive,
 )
-from headrace.executor.models.families._ssd import IGNORED, mamba
+from headrace.executor.models.families._ssd import IGNORED, mamba, quotient
 from headrace.executor.models.families.bamba import NAMES
 from headrace.ipc.failure import ModelError
 
@@ -55,7 +55,8 @@ def build(config: Config) -> ArchSpec:
     head_dim, normed = head_dim_of(config), flag(config, "mamba_rms_norm", False)
     stored = config.get("mamba_d_ssm", 1024)
     hidden = integer(config, "hidden_size")
-    expand = number(config, "mamba_expand", 2) if stored is None else integer(config, "mamba_d_ssm", 1024) / hidden
+    inner = integer(config, "mamba_d_ssm", 1024)
+    expand = number(config, "mamba_expand", 2) if stored is None else quotient(inner, hidden)
     recurrent = mamba(
         config | {"mamba_expand": expand}, output_bias=flag(config, "projectors_bias", False), normed=normed
     )

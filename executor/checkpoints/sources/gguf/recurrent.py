@@ -12,6 +12,7 @@ from headrace.executor.checkpoints.sources.gguf.dense import Config
 from headrace.executor.checkpoints.sources.gguf.mixtures import SIGMOID
 from headrace.executor.models.families import plamo2
 from headrace.executor.models.families._config import MOST
+from headrace.executor.models.families._ssd import quotient
 from headrace.ipc.failure import ModelError
 
 
@@ -51,7 +52,7 @@ def _mamba2(fields: Fields) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": fields.count("block_count", most=MOST["num_hidden_layers"]),
         "max_position_embeddings": fields.integer("context_length"),
-        "expand": inner / hidden,
+        "expand": quotient(inner, hidden),
         "num_heads": heads,
         "head_dim": inner // heads,
         "state_size": fields.count("ssm.state_size"),
@@ -71,7 +72,7 @@ def _mamba(fields: Fields) -> dict[str, Any]:
     config: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": inner,
-        "expand": inner / hidden,
+        "expand": quotient(inner, hidden),
         "num_hidden_layers": fields.count("block_count", most=MOST["num_hidden_layers"]),
         "max_position_embeddings": fields.integer("context_length"),
         "state_size": fields.count("ssm.state_size"),
@@ -111,7 +112,7 @@ def _ssd(fields: Fields) -> dict[str, Any]:
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner / fields.count("embedding_length"),
+        "mamba_expand": quotient(inner, fields.count("embedding_length")),
         "mamba_d_state": fields.count("ssm.state_size"),
         "mamba_n_groups": fields.count("ssm.group_count", 1),
         "mamba_d_conv": fields.count("ssm.conv_kernel"),
