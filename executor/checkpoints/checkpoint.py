@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "tensorizer", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+WHOLE = {SAFETENSORS_INDEX: "model.safetensors", TORCH_INDEX: "pytorch_model.bin"}
+"""From an index to the file that has all weights where they are not divided; a folder written twice has both."""
 BESIDE = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """Files in which AutoGPTQ, AutoAWQ and AutoRound write what a quantization_config has."""
 SHARDED_STATE = "model-rank-*-part-0.safetensors"
@@ -342,6 +344,9 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         )
     config = _overridden(_with_quantisation(_read_config(config_path), folder), options.hf_overrides)
     generation = _read_generation_config(folder, options)
+    is_whole = found in ("safetensors", "pt") and any((folder / file).is_file() for file in WHOLE.values())
+    if is_whole and (note := _listed_files(folder, found)[2]):
+        logger.warning("%s: the index of the weights %s", folder, note)
     quantisation = to_become = None
     if options.quantization or _quantisation_in(config):
         from headrace.executor.checkpoints.formats import format_of, forms_as_loaded  # imports torch
@@ -605,24 +610,32 @@ def _folder_weights(
     from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
     from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 
-    index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
-    if found == "mistral":
-        return SafetensorsWeights(sorted(folder.glob(MISTRAL_FILES)), None, strategy, place)
-    files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
-    weight_map: dict[str, str] | None = None
-    if index_path.exists():
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
-            raise ModelError(f"{index_path} has no weight_map of weight names to file names")
-        names = sorted(set(weight_map.values()))
-        if wrong := [name for name in names if not _is_file_name(name)]:
-            raise ModelError(f"{index_path} names {wrong[0]!r:.100}, which is no file beside it")
-        files = [folder / each for each in names]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelError(
-                f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again"
-            )
+    files, weight_map, _ = _listed_files(folder, found)
     return TorchWeights(files, weight_map) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
+
+
+def _listed_files(folder: Path, found: Format) -> tuple[list[Path], dict[str, str] | None, str]:
+    """The files that are read, in which of them an index says each weight is, and what is odd about the two. Raises
+    ModelError."""
+    if found == "mistral":
+        return sorted(folder.glob(MISTRAL_FILES)), None, ""
+    index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
+    if not index_path.exists():
+        return _torch_files(folder) if found == "pt" else _safetensors_files(folder), None, ""
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
+        raise ModelError(f"{index_path} has no weight_map of weight names to file names")
+    names = sorted(set(weight_map.values()))
+    if wrong := [name for name in names if not _is_file_name(name)]:
+        raise ModelError(f"{index_path} names {wrong[0]!r:.100}, which is no file beside it")
+    files, whole = [folder / each for each in names], folder / WHOLE[index_path.name]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing == names and whole.is_file():
+        return [whole], None, f"lists {len(names)} files, none of which is there; {whole.name} is read"
+    if missing:
+        raise ModelError(f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again")
+    passes_over = whole.is_file() and whole not in files
+    return files, weight_map, f"does not list {whole.name}, which is not read" if passes_over else ""
 
 
 def _is_file_name(name: str) -> bool:

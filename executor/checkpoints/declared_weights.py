@@ -44,7 +44,10 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     weights = _without_padded_rows(spec, _in_each_layer(spec, weights))
     if spec.task_types:
         weights = _with_first_task(spec, weights)
-    if places := places_of(spec, weights.names()):
+    if places := places_of(spec, held := weights.names()):
+        for name, place in places.items():
+            if name != place.name and name in held:
+                raise ModelError(f"the checkpoint holds {name} twice, once as rows of {place.name}")
         gone = frozenset(place.name for place in places.values())
         stored = partial(_placed, weights, places)
         weights = weights.then("rows as the model declares them", frozenset(places), stored, gone)

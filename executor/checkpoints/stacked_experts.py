@@ -24,6 +24,8 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
         found |= of_layer(spec, index, stacked, start, weights, held)
     if not found:
         return weights
+    if (twice := next((name for name in found if name in held), None)) is not None:
+        raise ModelError(f"the checkpoint holds {twice} twice, once in {found[twice].stored}")
     gone = frozenset(place.stored for place in found.values())
     return weights.then("each expert of a stack", frozenset(found), lambda name: _expert(weights, found[name]), gone)
 

@@ -17,8 +17,9 @@ import transformers
 from model_driver import Driver
 from multimodal_models import MULTIMODAL
 from safetensors.torch import load_file, save_file
-from test_checkpoint import in_two, open_folder, stored_state, write_index
+from test_checkpoint import assert_holds, in_two, open_folder, stored_state, write_index
 from thinned import every
+from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -27,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from headrace import LLM, SamplingParams, kernels
+from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, named_architecture, spec_from_config
 from headrace.executor.models.families._model_types import COMPUTED_BY, MODEL_TYPES
@@ -118,6 +120,57 @@ def test_a_weight_that_the_index_leaves_out_is_read(tmp_path: Path) -> None:
     listed = {name: each for name, each in state.items() if name != "lm_head.weight"}
     write_index(folder, "model.safetensors.index.json", {"model.safetensors": listed})
     assert "lm_head.weight" in open_folder(folder).weights().names()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_folder_that_was_written_twice_has_an_index_of_other_files(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a model that was saved in parts is saved in one file, too. The index holds where its files are there."""
+    folder, write = tiny_models.save("llama", tmp_path), save_file if kind == "safetensors" else torch.save
+    (folder / "model.safetensors").unlink()
+    name = "model" if kind == "safetensors" else "pytorch_model"
+    state, whole = stored_state(tiny_models.build("llama")), folder / f"{name}.{kind}"
+    parts = {f"{name}-0000{i}-of-00002.{kind}": part for i, part in enumerate(in_two(state), 1)}
+    write_index(folder, f"{name}.{kind}.index.json", parts)
+    write(state, whole)
+    assert_holds(open_folder(folder).weights(), state)
+    assert caplog.text.count(f"lists 2 files, none of which is there; {whole.name} is read") == 1
+    for file, part in parts.items():
+        write(part, folder / file)
+    write({key: torch.zeros_like(each) for key, each in state.items()}, whole)
+    assert_holds(open_folder(folder).weights(), state)
+    assert caplog.text.count(f"does not list {whole.name}, which is not read") == 1
+    next(folder.glob(f"{name}-00002*")).unlink()
+    with pytest.raises(ModelError, match=rf"lacks {name}-00002-of-00002\.{kind}"):
+        open_folder(folder).weights()
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "part"),
+    [
+        ("phi3", "self_attn.qkv_proj.weight", "self_attn.k_proj.weight"),
+        ("qwen3_5_moe", "mlp.experts.gate_up_proj", "mlp.experts.3.up_proj.weight"),
+    ],
+)
+def test_a_matrix_that_is_there_by_itself_and_in_another_is_refused(
+    family: str, whole: str, part: str, tmp_path: Path
+) -> None:
+    """Nothing says which one is meant, as where two checkpoints were merged."""
+    model = tiny_models.make(RECURRENT[family]) if family in RECURRENT else tiny_models.build(family)
+    state = {name: each.contiguous() for name, each in model.state_dict().items() if "rotary" not in name}
+    start = "model.layers.1."
+    assert start + whole in state
+    model.config.save_pretrained(tmp_path)
+    for more in ({}, {start + part: torch.zeros(4, 4)}):
+        save_file(state | more, tmp_path / "model.safetensors")
+        checkpoint = open_folder(tmp_path, dtype="float32")
+        spec = spec_from_config(checkpoint.config | {"architectures": [type(model).__name__]})
+        if not more:
+            assert start + part in as_declared(spec, checkpoint.weights()).names()
+            continue
+        with pytest.raises(ModelError, match=rf"holds {re.escape(start + part)} twice, once .*{re.escape(whole)}"):
+            as_declared(spec, checkpoint.weights())
 
 
 @pytest.mark.parametrize("ids", [-1, [-1], [-1, 7]])
