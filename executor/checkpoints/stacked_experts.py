@@ -31,46 +31,63 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
 
 
 def with_scales_of_each_expert(spec: ArchSpec, weights: Weights) -> Weights:
-    """The weights, in which stacks beside whose `weight` there are stacks of scales are a module for each expert. Not
-    those of gates and ups together, whose scales may be of both."""
-    if spec.stacked is None or not spec.stacked.up or spec.stacked.flat:
+    """The weights, in which stacks beside whose `weight` there are stacks of scales are a module for each expert: of
+    gates and ups together, two, if the first half of the rows is the gate's."""
+    stacked = spec.stacked
+    if stacked is None or stacked.flat or stacked.transposed or (stacked.alternating and not stacked.up):
         return weights
-    names, held, found = spec.names, weights.names(), dict[str, tuple[str, int]]()
+    names, held, found = spec.names, weights.names(), dict[str, _Entry]()
     prefix, beside = names.prefix_in(held), dict[str, list[str]]()
     for name in held:
         beside.setdefault(name.rpartition(".")[0], []).append(name)
-    parts = {
-        spec.stacked.gate_up: names.expert_gate,
-        spec.stacked.up: names.expert_up,
-        spec.stacked.down: names.expert_down,
-    }
+    parts: list[tuple[str, str, int | None]] = [(stacked.down, names.expert_down, None)]
+    if stacked.up:
+        parts += [(stacked.gate_up, names.expert_gate, None), (stacked.up, names.expert_up, None)]
+    else:
+        parts += [(stacked.gate_up, names.expert_gate, 0), (stacked.gate_up, names.expert_up, 1)]
     for index in range(spec.num_layers):
         start = names.layer(prefix, index)
-        for stack, part in parts.items():
+        for stack, part, half in parts:
             module = (start + stack).removesuffix(".weight")
             if f"{module}.weight" not in held or len(beside[module]) == 1:
                 continue
             for expert in range(weights.shape(f"{module}.weight")[0]):
                 own = f"{start}{names.experts}.{expert}.{part}"
-                found |= {f"{own}.{name.rpartition('.')[2]}": (name, expert) for name in beside[module]}
+                found |= {f"{own}.{name.rpartition('.')[2]}": _Entry(name, expert, half) for name in beside[module]}
     if not found:
         return weights
-    gone = frozenset(stack for stack, _ in found.values())
-    return weights.then(
-        "each expert of a quantised stack", frozenset(found), lambda n: _entry(weights, *found[n]), gone
-    )
+    gone = frozenset(entry.stored for entry in found.values())
+    return weights.then("each expert of a quantised stack", frozenset(found), lambda n: _entry(weights, found[n]), gone)
 
 
-def _entry(weights: Weights, name: str, index: int) -> StoredTensor:
-    """An entry of a tensor's first dimension, as it is stored. Raises ModelError if it has none of this number."""
-    stack = weights.stored(name)
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor of an expert's module is stored."""
+
+    stored: str
+    expert: int
+    half: int | None
+    """Of the rows that gate and up have in one tensor, if that has several; None: it has those of one matrix."""
+
+
+def _entry(weights: Weights, entry: _Entry) -> StoredTensor:
+    """The expert's tensor, as it is stored. Raises ModelError if the stack has none of this number, or no two equal
+    halves."""
+    stack, index = weights.stored(entry.stored), entry.expert
     if not stack.shape or stack.shape[0] <= index:
-        raise ModelError(f"{name} has shape {list(stack.shape)}, and its experts are at least {index + 1}")
+        raise ModelError(f"{entry.stored} has shape {list(stack.shape)}, and its experts are at least {index + 1}")
+    shape, own = stack.shape[1:], slice(None)
+    if entry.half is not None and shape and shape[0] > 1:
+        if shape[0] % 2:
+            raise ModelError(f"{entry.stored} has shape {list(stack.shape)}, of which gate and up have no equal parts")
+        rows = shape[0] // 2
+        shape, own = (rows, *shape[1:]), slice(entry.half * rows, (entry.half + 1) * rows)
 
     def part(rows: slice | None, columns: slice | None) -> Tensor:
-        return take_part(stack.numbers.part(slice(index, index + 1), None)[0], stack.shape[1:], rows, columns)
+        found = stack.numbers.part(slice(index, index + 1), None)[0]
+        return take_part(found[own] if shape else found, shape, rows, columns)
 
-    return StoredTensor.plain(stack.shape[1:], stack.format, part)
+    return StoredTensor.plain(shape, stack.format, part)
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,34 @@ def test_stacks_of_experts_in_fp8_have_stacks_of_scales(name: str, tmp_path: Pat
     assert relative_to_spread(logits, exact_logits) < EXACT_ERROR
 
 
+@pytest.mark.parametrize("scales", ["rows", "matrix", "halves"])
+def test_a_stack_of_gates_and_ups_in_fp8_has_one_of_scales(scales: str, tmp_path: Path) -> None:
+    """As Granite 4's are published by its makers, with compressed-tensors: a scale for each row. Others have one for
+    the whole matrix, or for gate and up."""
+    model = tiny_models.build("granitemoe", vocab_size=320)
+    model.save_pretrained(tmp_path)
+    exact, codes = load_file(tmp_path / "model.safetensors"), {}
+    for at, tensor in exact.items():
+        if not at.endswith(("_moe.input_linear.weight", "_moe.output_linear.weight")):
+            codes[at] = tensor
+            continue
+        high = tensor.shape[1]
+        rows = {"rows": 1, "matrix": high, "halves": high // 2 if "input" in at else high}[scales]
+        parts = zip(*(made.in_fp8(each, rows, 1 << 20) for each in tensor), strict=True)
+        codes[at], codes[f"{at}_scale"], exact[at] = (torch.stack(part) for part in parts)
+    save_file(exact, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (expected,), (exact_logits,) = Driver(opened(tmp_path)).greedy([PROMPT], 6, chunk=64)
+    save_file(codes, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    section, _ = made.compressed("fp8", **(made.W8 | {"type": "float"}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    decoder = opened(tmp_path)
+    assert "e4m3" in kinds_of(decoder)
+    (tokens,), (logits,) = Driver(decoder).greedy([PROMPT], 6, chunk=64)
+    assert tokens == expected
+    assert relative_to_spread(logits, exact_logits) < EXACT_ERROR
+
+
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:
     (config, four), (_, eight) = made.gptq(4), made.gptq(8, 16 * 4)
     config |= {"dynamic": {r"+:.*\.mlp\.down_proj": {"bits": 8, "group_size": -1}, r"-:.*k_proj": {}}}

@@ -184,6 +184,12 @@ class CompressedTensors(Format):
             ("e4m3",),
             ("compressed fp8", "compressed mxfp8"),
         ),
+        Stored(
+            "W8A8 fp8, stacks of experts with stacks of scales (Granite 4)",
+            ("e4m3",),
+            ("test_a_stack_of_gates_and_ups_in_fp8_has_one_of_scales",),
+            made_by="a writer in tests",
+        ),
         Stored("NVFP4 and MXFP4; activations stay in floats", ("float4",), ("compressed nvfp4", "compressed mxfp4")),
         Stored(
             "schemes by module, with `targets`, `ignore` and regular expressions",
