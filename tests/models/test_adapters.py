@@ -113,7 +113,9 @@ def test_factors_of_matrices_that_files_have_and_no_one_reads_are_passed_over(tm
 
 
 @pytest.mark.parametrize(
-    "tiny", [MIXTURES["laguna"], RECURRENT["kimi_linear"], RECURRENT["glm5_next"]], ids=lambda tiny: tiny.model_class
+    "tiny",
+    [MIXTURES["laguna"], *(RECURRENT[name] for name in ("kimi_linear", "glm5_next", "bailing_hybrid"))],
+    ids=lambda tiny: tiny.model_class,
 )
 def test_modules_that_transformers_calls_otherwise_than_files_do(tiny: TinyModel, tmp_path: Path) -> None:
     model = tiny_models.make(tiny)

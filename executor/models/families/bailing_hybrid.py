@@ -24,6 +24,11 @@ NAMES = WeightNames(
     output=f"{AT}.o_proj",
     router_correction="mlp.gate.expert_bias",
     shared_expert="mlp.shared_experts",
+    # As transformers' modules are called, whose own files have the publisher's names.
+    renamed=(
+        (r"\.self_attn\.(forget_gate\.)?", f".{AT}."),
+        (r"\.gate\.e_score_correction_bias$", ".gate.expert_bias"),
+    ),
 )
 DELTA = DeltaNames(
     query="q_proj",
