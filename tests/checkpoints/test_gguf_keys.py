@@ -548,6 +548,15 @@ def test_a_list_has_an_entry_for_each_layer(name: str, tmp_path: Path) -> None:
                 config_from_gguf(header)
 
 
+@pytest.mark.parametrize("value", [np.array([2, 2], np.int32), np.zeros(0, np.int32), np.ones(3, np.float32)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_list_of_numbers_of_layers_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    header.metadata[f"{name}.block_count"] = value
+    with pytest.raises(ModelError, match=rf"{name}\.block_count"):
+        config_from_gguf(header)
+
+
 @pytest.mark.parametrize("value", [np.array([4, 8], np.int32), np.zeros(0, np.int32), "8", True], ids=str)
 def test_a_number_of_experts_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
     header = GGUFFile(CASES["qwen3moe"].make().save(tmp_path / "model.gguf")).header

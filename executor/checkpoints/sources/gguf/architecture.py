@@ -134,7 +134,7 @@ class Fields:
     def _of_layers(self, key: str, values: np.ndarray) -> np.ndarray:
         """Raises ModelError if there is not one value for each layer, with those that only predict."""
         count = self.header.metadata.get(f"{self.prefix}.block_count")
-        if len(values) != count:
+        if not isinstance(count, int) or len(values) != count:
             raise ModelError(f"{self._named(key)} has {len(values)} entries, and there are {shown(count)} layers")
         return values
 
