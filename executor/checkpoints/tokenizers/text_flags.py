@@ -15,7 +15,18 @@ from headrace.executor.checkpoints.tokenizers.sentencepiece_tokenizers import SP
 
 LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CohereTokenizer", "CodeGenTokenizer")
+BYTE_LEVEL: Mapping[str, bool] = MappingProxyType(
+    dict.fromkeys(
+        (
+            *("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "CohereTokenizer"),
+            *("CodeGenTokenizer", "RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer"),
+            *("MvpTokenizer", "DebertaTokenizer", "LukeTokenizer"),
+        ),
+        False,
+    )
+    | {"BlenderbotTokenizer": True}
+)
+"""By class, its `add_prefix_space` where the config has none."""
 XLM_R = ("XLMRobertaTokenizer", "CamembertTokenizer")
 BERT = tuple(
     f"{name}Tokenizer"
@@ -36,11 +47,12 @@ BERT_FLAGS: Mapping[str, tuple[str, bool | None]] = MappingProxyType(
 
 def with_text_flags(data: bytes, config: Mapping[str, Any]) -> bytes:
     """data: a tokenizer.json. config: content of tokenizer_config.json, whose `add_prefix_space` and, of Llama's
-    tokenizers, `legacy` decide if they are there; BERT's have values of their own for flags that are not."""
+    tokenizers, `legacy` decide if they are there; BERT's and byte-level ones have values of their own for flags that
+    are not."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     if name in BERT:
         return _with_bert_flags(data, config)
-    asked, legacy = config.get("add_prefix_space"), config.get("legacy")
+    asked, legacy = config.get("add_prefix_space", BYTE_LEVEL.get(name)), config.get("legacy")
     if (asked is None and (legacy is None or name in XLM_R)) or name not in (*LLAMA, *BYTE_LEVEL, *XLM_R):
         return data
     content = json.loads(data)
