@@ -509,6 +509,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """bos_token, eos_token, unk_token, pad_token, ... as chat templates refer to them."""
     split_special_tokens: bool = False
     """Whether special tokens in a text are read as text."""
+    truncation_side: str = "right"
+    """left or right: the end at which texts that are pooled are cut, if a request does not say."""
 
 
 class PairFormat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

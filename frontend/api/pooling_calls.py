@@ -61,7 +61,8 @@ class PoolingCalls:
         """The embedding of each prompt, in order. `prompts` is what `generate` takes.
 
         truncate_prompt_tokens: most tokens of a prompt to keep; -1 means max_model_len. Prompts are cut at their end,
-        unless `tokenization_kwargs` has truncation_side="left". Raises InvalidRequestError before any request runs.
+        unless `tokenization_kwargs` has truncation_side="left" or, where it has none, the tokenizer's files. Raises
+        InvalidRequestError before any request runs.
         """
         outputs = self.encode(
             prompts,

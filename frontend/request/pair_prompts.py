@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import PoolingOutput
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut, prompt_before, tokenize_to_pool
-from headrace.frontend.request.prompts import ModelFacts, Prompt, Tokenization
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut, cuts_left, prompt_before, tokenize_to_pool
+from headrace.frontend.request.prompts import DEFAULT_TOKENIZATION, ModelFacts, Prompt, Tokenization
 from headrace.frontend.text.chat_template import text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -110,7 +110,7 @@ def tokenize_pairs(
         pairs = [(before + first, second) for first, second in pairs]
     if pooling.lower_case:
         pairs = [(first.lower(), second.lower()) for first, second in pairs]
-    from_left = how is not None and how.truncates_left(False)
+    from_left = cuts_left(how or DEFAULT_TOKENIZATION, tokenizer)
     if template is None and (chat := pooling.pair_chat) is not None:
         template = PairTemplate(tokenizer.get_chat_template(None), chat.variables, chat.are_parts, is_whole=True)
     if template is not None:

@@ -110,9 +110,14 @@ def cut_to_pool(
             most = _room(marked, most, is_query=each.prompt_name == QUERY)
         if most is not None and len(prompt.token_ids or ()) > most:
             inner = tokenizer.encode(prompt.text, False) if prompt.text is not None and tokenizer is not None else None
-            prompt.token_ids = cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
+            prompt.token_ids = cut(list(prompt.token_ids or ()), inner, most, from_left=cuts_left(how, tokenizer))
         if marked is not None and tokenizer is not None:
             _mark(prompt, marked, tokenizer, is_query=each.prompt_name == QUERY)
+
+
+def cuts_left(how: Tokenization, tokenizer: Tokenizer | None) -> bool:
+    """Whether texts that are pooled are cut at their beginning."""
+    return how.truncates_left(tokenizer is not None and tokenizer.truncation_side == "left")
 
 
 def _room(late: LateInteraction, most: int | None, *, is_query: bool) -> int | None:

@@ -227,7 +227,8 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """With `truncation`, most tokens to keep, under transformers' names; None means max_model_len - 1."""
     truncation_side: Literal["left", "right"] | None = None
-    """The end from which tokens are dropped; None: the left one, and the right one of prompts that pool."""
+    """The end from which tokens are dropped; None: the left one, and of prompts that pool the one that the tokenizer's
+    files say, which is the right one if they do not."""
     padding: bool = False
 
     def __post_init__(self) -> None:

@@ -92,8 +92,9 @@ class Tokenizer(TransformersNames):
     ) -> Encoding:
         """`input_ids`, and an `attention_mask` of as many ones; for a list of texts, lists of these.
 
-        truncation: keep the first `max_length` tokens. `others` are transformers' further arguments; each must have a
-        value that has no effect. Raises InvalidRequestError, also if `text` is no text or list of texts.
+        truncation: keep the first `max_length` tokens, or the last if `truncation_side` is left. `others` are
+        transformers' further arguments; each must have a value that has no effect. Raises InvalidRequestError, also if
+        `text` is no text or list of texts.
         """
         refuse_others("a tokenizer's call", others)
         if isinstance(text, str):
@@ -127,7 +128,7 @@ class Tokenizer(TransformersNames):
             if max_length is None:
                 raise InvalidRequestError("truncation needs max_length: a tokenizer does not know the engine's limit")
             num_special = self.num_special_tokens_to_add() if add_special_tokens else 0
-            encoded.truncate(max(0, max_length - num_special))
+            encoded.truncate(max(0, max_length - num_special), direction=self.truncation_side)
             encoded = self._tokenizer.post_process(encoded, None, add_special_tokens)
         ids: list[int] = encoded.ids
         return ids

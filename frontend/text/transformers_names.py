@@ -39,8 +39,12 @@ class TransformersNames:
     mask_token_id: int | None
 
     is_fast = True
-    truncation_side = "right"
-    """For `truncation` in a tokenizer's call. Requests truncate on the left by default (truncate_prompt_tokens)."""
+
+    @property
+    def truncation_side(self) -> str:
+        """For `truncation` in a tokenizer's call, and for texts that are pooled. Other requests truncate on the left by
+        default (truncate_prompt_tokens)."""
+        return self._bundle.truncation_side
 
     @property
     def chat_template(self) -> str | None:

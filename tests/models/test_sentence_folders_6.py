@@ -13,6 +13,7 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import save_file
+from server_here import serving_here
 from tiny_encoders import make_pair_tokenizer, save_encoder
 from torch import Tensor, nn
 
@@ -158,6 +159,34 @@ def test_texts_are_cut_where_the_folder_says(tmp_path: Path, settings: dict[str,
         outputs = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
         assert max(len(output.prompt_token_ids) for output in outputs) == kept
     assert (torch.tensor([output.outputs.embedding for output in outputs]) - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_at_the_side_that_the_tokenizer_says(side: str, tmp_path: Path) -> None:
+    folder = write(bert(tmp_path), MEAN, most=20)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation_side": side}))
+    texts = ["ab " * 20 + "cd " * 20, "cd", "ab " * 3000 + "cd " * 3000]
+    wanted = means(folder, texts, truncation=True, max_length=20)
+    other = {"truncation_side": "right" if side == "left" else "left"}
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        assert llm.get_tokenizer().truncation_side == side
+        found = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+        asked = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False, tokenization_kwargs=other)
+    with serving_here(folder=folder, dtype="float32", max_num_seqs=8) as server, server.client() as client:
+        body = {"input": texts, "truncate_prompt_tokens": -1}
+        served = client.post("/v1/embeddings", json=body).raise_for_status().json()["data"]
+    for vectors in ([output.outputs.embedding for output in found], [each["embedding"] for each in served]):
+        assert (torch.tensor(vectors) - wanted).abs().max() < 1e-5
+    assert (torch.tensor([output.outputs.embedding for output in asked]) - wanted).abs().max() > 0.1
+
+
+def test_an_unknown_side_is_named(tmp_path: Path) -> None:
+    folder = write(bert(tmp_path), MEAN)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation_side": "middle"}))
+    with pytest.raises(ModelError, match="truncation_side 'middle'; left or right"):
+        LLM(str(folder), in_process=True, **ENGINE)
 
 
 def test_layers_that_add_what_comes_in(tmp_path: Path) -> None:

@@ -157,11 +157,16 @@ def _fast(folder: Path) -> TokenizerBundle:
 
 
 def _bundle(folder: Path, config: Mapping[str, Any], data: bytes, roles: Mapping[str, str]) -> TokenizerBundle:
+    side = config.get("truncation_side") or "right"
+    if side not in ("left", "right"):
+        file = folder / "tokenizer_config.json"
+        raise ModelError(f"{file} has the truncation_side {side!r:.100}; left or right is expected")
     return TokenizerBundle(
         tokenizer_json=data,
         chat_templates=folder_templates(folder, config),
         special_tokens=dict(roles),
         split_special_tokens=bool(config.get("split_special_tokens")),
+        truncation_side=side,
     )
 
 

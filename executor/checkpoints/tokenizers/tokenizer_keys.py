@@ -42,14 +42,14 @@ TOKENIZER_CONFIG: Keys = MappingProxyType(
         READ,
         *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "split_special_tokens"),
         *("chat_template", "tokenizer_class", "add_prefix_space", "legacy", "fast_tokenizer_files", "auto_map"),
-        *("add_bos_token", "add_eos_token", "sp_model_kwargs"),
+        *("add_bos_token", "add_eos_token", "sp_model_kwargs", "truncation_side"),
     )
     | keys(
         OF_CODE, "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "use_fast"
     )
     | keys(OF_CODE, "processor_class", "backend", "is_local", "local_files_only", "from_slow", "tokenizer_type")
     | keys(OF_CODE, "init_inputs", "files_loaded", "transformers_version", "device_map", "verbose", "language")
-    | keys(OF_BATCHES, "padding_side", "truncation_side", "truncation", "padding", "max_length", "stride", "max_len")
+    | keys(OF_BATCHES, "padding_side", "truncation", "padding", "max_length", "stride", "max_len")
     | keys(OF_BATCHES, "truncation_strategy", "pad_to_multiple_of", "pad_token_type_id", "model_max_length")
     | keys(OF_BATCHES, "return_token_type_ids", "return_tensors", "return_attention_mask")
     | keys(OF_OTHERS, "model_input_names", "use_default_system_prompt", "trim_offsets", "suffix_first", "fill_token")
@@ -114,6 +114,7 @@ CONFIG_TYPES: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(("split_special_tokens", "do_lower_case", "strip_accents"), "true or false")
     | {"tokenize_chinese_chars": "true or false", "tokenizer_class": "a text", "model_max_length": "a number"}
     | {"chat_template": "a text or a list of named templates", "fast_tokenizer_files": "a list of texts"}
+    | {"truncation_side": "a text"}
     | dict.fromkeys(("added_tokens_decoder", "sp_model_kwargs"), "an object")
 )
 """What the value of a key of tokenizer_config.json or special_tokens_map.json must be, unless it is null, which says

@@ -18,7 +18,7 @@ from headrace.frontend.http.server.exchange import JSON, Headers
 from headrace.frontend.http.server.generation import Answer, PreparedRequest, id_of_prompt
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, most_tokens
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, cuts_left, most_tokens
 from headrace.frontend.request.prompts import Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
@@ -34,7 +34,10 @@ Truncation = Annotated[
     Meta(description="Maximum number of tokens of a text to keep; -1: as many as the model takes"),
 ]
 Side = Annotated[
-    Literal["left", "right"] | None, Meta(description="Side on which tokens are removed: left or right; default: right")
+    Literal["left", "right"] | None,
+    Meta(
+        description="Side on which tokens are removed: left or right; default: as the tokenizer's files say, or right"
+    ),
 ]
 Dimensions = Annotated[
     int | None, Meta(description="Number of values to which a vector is cut, if the model supports it")
@@ -182,7 +185,7 @@ def prompts_of(items: Sequence[Any], params: PoolingParams, engine: Engine, how:
         raise bad_field("prompt_name", str(error)) from error
     most, kept = most_encoded(params, client.welcome), most_tokens(cut, params, client.welcome)
     if kept is not None and client.tokenizer is not None:
-        texts = [enough_of(text, kept, client.tokenizer, from_left=how.side == "left") for text in texts]
+        texts = [enough_of(text, kept, client.tokenizer, from_left=cuts_left(cut, client.tokenizer)) for text in texts]
     encoded = tokenize_texts(texts, client.tokenizer, special=how.special, max_tokens=most, param=how.param)
     prompts = [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
     cut_to_pool(prompts, [params] * len(prompts), client.tokenizer, cut, client.welcome)

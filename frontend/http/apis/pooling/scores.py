@@ -48,7 +48,7 @@ from headrace.frontend.request.pair_prompts import (
     tokenize_pairs,
 )
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, most_tokens
+from headrace.frontend.request.pooling_prompts import DOCUMENT, QUERY, cuts_left, most_tokens
 from headrace.frontend.request.prompts import Tokenization
 from headrace.frontend.text.chat_template import load_template, text_parts
 from headrace.ipc.failure import InvalidRequestError
@@ -337,7 +337,8 @@ def prepare_pairs(
     how = Tokenization(truncation_side=side)
     kept, most = most_tokens(how, params, welcome), most_encoded(params, welcome)
     if kept is not None:
-        shortened = {text: enough_of(text, kept, client.tokenizer, from_left=side == "left") for text in _texts(pairs)}
+        from_left = cuts_left(how, client.tokenizer)
+        shortened = {text: enough_of(text, kept, client.tokenizer, from_left=from_left) for text in _texts(pairs)}
         pairs = [(shortened[first], shortened[second]) for first, second in pairs]
     for index, (first, second) in enumerate(pairs):
         check_text_length(first, client.tokenizer, most, names[0])
