@@ -209,8 +209,13 @@ def _most_tokens(given: Mapping[str, Any], folder: Path, file: Path) -> int | No
     elif "model_max_length" in (tokenizer or {}):
         limits.append(_length(tokenizer["model_max_length"]))  # type: ignore[index]
     else:
-        limits.append(_length(_object(folder / "tokenizer_config.json").get("model_max_length")))
+        limits.append(most_of_tokenizer(folder))
     return min((each for each in limits if each is not None), default=None)
+
+
+def most_of_tokenizer(folder: Path) -> int | None:
+    """Most tokens of a text by the tokenizer's settings; None: they do not say. Raises ModelError."""
+    return _length(_object(folder / "tokenizer_config.json").get("model_max_length"))
 
 
 def _length(value: object) -> int | None:

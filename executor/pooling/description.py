@@ -19,6 +19,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.checkpoints.sentence_files import most_of_tokenizer
 from headrace.executor.checkpoints.sentence_folder import (
     SentenceFolder,
     class_activation,
@@ -161,7 +162,7 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             step_tag_id=config.step_tag_id,
             returned_token_ids=tuple(config.returned_token_ids or ()),
         ),
-        max_tokens=None if folder is None else folder.max_tokens,
+        max_tokens=_most_tokens(checkpoint, folder, spec),
         outputs={
             kind: PooledOutput(
                 classifier.tokens,
@@ -173,6 +174,16 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             )
         },
     )
+
+
+def _most_tokens(checkpoint: Checkpoint, folder: SentenceFolder | None, spec: ArchSpec) -> int | None:
+    """`Tasks.max_tokens`. Of an encoder without sentence-transformers' files its tokenizer says it, as for
+    sentence-transformers, and for vLLM where positions are learned."""
+    if folder is not None:
+        return folder.max_tokens
+    if spec.is_causal or checkpoint.gguf is not None:
+        return None
+    return most_of_tokenizer(checkpoint.config_folder or checkpoint.path)
 
 
 def _class_activation(config: dict[str, Any], folder: SentenceFolder | None, num_labels: int) -> str:
@@ -208,7 +219,7 @@ def _embedding(
             f"pooler_config.logit_mean and logit_sigma are of scores of a classifier, and {checkpoint.name} embeds"
         )
     if (folder is not None and folder.splade) or _names_splade(checkpoint):
-        return _over_vocabulary(config, folder, spec)
+        return _over_vocabulary(checkpoint, config, folder, spec)
     width = spec.embedding_width
     late = None if folder is None else folder.late_interaction
     if late is not None and (late.filled_length or 0) > spec.max_positions:
@@ -262,7 +273,7 @@ def _embedding(
         late_interaction=late,
         widths=tuple(widths[kind] for kind in kinds),
     )
-    return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, outputs)
+    return Tasks(not pools, pooling, _most_tokens(checkpoint, folder, spec), outputs)
 
 
 def _check_pooling_type(tokens: str, where: str) -> None:
@@ -319,7 +330,9 @@ def _names_splade(checkpoint: Checkpoint) -> bool:
     return "BertSpladeSparseEmbeddingModel" in (checkpoint.config.get("architectures") or ())
 
 
-def _over_vocabulary(config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
+def _over_vocabulary(
+    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec
+) -> Tasks:
     """SPLADE (Formal et al. 2021): one value for each token of the vocabulary, most of them 0."""
     if not spec.vocabulary_layers:
         raise ModelError(f"{spec.architecture} has no layer over the vocabulary here, which SpladePooling pools")
@@ -348,7 +361,7 @@ def _over_vocabulary(config: PoolerConfig, folder: SentenceFolder | None, spec: 
         similarity="dot",
     )
     outputs = {"embed": output, "embed_sparse": replace(output, is_sparse=True)}
-    return Tasks(False, pooling, None if folder is None else folder.max_tokens, outputs)
+    return Tasks(False, pooling, _most_tokens(checkpoint, folder, spec), outputs)
 
 
 def _dimensions(checkpoint: Checkpoint) -> tuple[int, ...] | None:

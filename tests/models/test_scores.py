@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,24 @@ def test_a_cross_encoder_scores_pairs_as_its_tokenizer_joins_them(name: str, req
             llm.score(["a", "b"], DOCUMENTS, use_tqdm=False)
         with pytest.raises(InvalidRequestError, match=r"data_2 must be a text or a list of at least one, not \[\]"):
             llm.score("a", [], use_tqdm=False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta"])
+def test_an_encoders_tokenizer_says_how_long_texts_are(
+    name: str, side: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Of folders without sentence-transformers' files too, as its CrossEncoder reads them."""
+    folder = Path(shutil.copytree(request.getfixturevalue(name), tmp_path / name))
+    file = folder / "tokenizer_config.json"
+    given = {"model_max_length": 24, "truncation_side": side}
+    file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    wanted = expected(folder, [(QUERY, each) for each in DOCUMENTS], truncation=True)
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        found = llm.score(QUERY, DOCUMENTS, truncate_prompt_tokens=-1, use_tqdm=False)
+        assert [output.outputs.score for output in found] == pytest.approx(wanted, abs=1e-5)
+        with pytest.raises(InvalidRequestError, match="24"):
+            llm.score(QUERY, DOCUMENTS[3], use_tqdm=False)
 
 
 def test_embeddings_are_compared_where_there_is_no_classifier(tmp_path: Path) -> None:
