@@ -99,6 +99,8 @@ class GeneralSettings(NamedTuple):
     default_prompt: str | None
     similarity: str | None
     """How vectors are compared; None: as the class does."""
+    truncate_dim: int | None = None
+    """How many values of a vector are kept; None: all."""
 
 
 def modules_of(folder: Path) -> list[Module]:
@@ -248,15 +250,16 @@ def general_settings(folder: Path) -> GeneralSettings:
     file = folder / GENERAL
     given = _object(file)
     prompts, default = given.get("prompts") or {}, given_value(given, "default_prompt_name", str, file)
-    if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
+    if not (isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())):
         raise ModelError(f"{file} has prompts that are no texts by name")
     if default is not None and default not in prompts:
         raise ModelError(f"{file} has the default_prompt_name {default!r:.100}; its prompts are {', '.join(prompts)}")
     return GeneralSettings(
         kind=given_value(given, "model_type", str, file) or "",
-        prompts={str(name): text for name, text in prompts.items()},
+        prompts={str(name): text or "" for name, text in prompts.items()},
         default_prompt=default,
         similarity=given_value(given, "similarity_fn_name", str, file),
+        truncate_dim=given_value(given, "truncate_dim", int, file),
     )
 
 

@@ -42,7 +42,7 @@ from headrace.executor.checkpoints.sentence_files import (
     read_json,
     transformer_settings,
 )
-from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm
+from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm, HeadUnitLength
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import LateInteraction, PairChat
 from headrace.ipc.process.regular_files import is_there
@@ -133,6 +133,8 @@ class SentenceFolder(NamedTuple):
     """Layers that give each token a weight; none: it has none."""
     scores: Scores | None = None
     """None: it is no cross-encoder."""
+    kept: int | None = None
+    """How many values of a text's vector are kept once it is scaled; None: all."""
 
 
 def sentence_folder(folder: Path) -> SentenceFolder | None:
@@ -148,11 +150,10 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
             return _classifying(folder, found[0], general)
     if "Pooling" not in kinds:
         return _late_interaction(folder, found, general)
-    behind = [kind for kind in kinds[2:] if kind not in ("Dense", "LayerNorm")]
-    if kinds[:2] != ["Transformer", "Pooling"] or behind not in ([], ["Normalize"]) or "Normalize" in kinds[:-1]:
+    if kinds[:2] != ["Transformer", "Pooling"] or not {"Dense", "LayerNorm", "Normalize"} >= set(kinds[2:]):
         raise ModelError(
-            f"{folder / MODULES} has the modules {', '.join(kinds)}; computed are Transformer, Pooling, then layers of "
-            "Dense and LayerNorm, then Normalize or nothing"
+            f"{folder / MODULES} has the modules {', '.join(kinds)}; computed are Transformer, Pooling, then any of "
+            "Dense, LayerNorm and Normalize"
         )
     return _pooling(folder, found, general)
 
@@ -172,20 +173,22 @@ def _pooling(folder: Path, found: list[Module], general: GeneralSettings) -> Sen
         check_names(module, POOLED, ends=SCORES if is_cross and is_last and module.kind == "Dense" else "")
     if is_cross and (not behind or behind[-1].kind != "Dense"):
         raise ModelError(f"{folder / MODULES} has no Dense at its end, which makes the scores of a {CROSS_ENCODER}")
+    normalizes = bool(behind) and behind[-1].kind == "Normalize"
     return SentenceFolder(
         tokens=_tokens(pooling, file),
-        normalizes="Normalize" in [module.kind for module in behind],
+        normalizes=normalizes,
         width=given_value(pooling, "word_embedding_dimension", int, file)
         or given_value(pooling, "embedding_dimension", int, file),
         max_tokens=settings.max_tokens,
         lower_case=settings.lower_case,
-        layers=_layers(behind),
+        layers=_layers(behind[:-1] if normalizes else behind),
         prompts=prompts,
         default_prompt=general.default_prompt,
         similarity=_similarity(folder, general, SIMILARITIES[0]),
         of_tokens=_of_one_file(folder, "colbert_linear"),
         weights_of_tokens=_of_one_file(folder, "sparse_linear", rows=1, activation="relu") or (),
         scores=Scores(_class_activation(folder), by_layers=True) if is_cross else None,
+        kept=None if is_cross else general.truncate_dim,
     )
 
 
@@ -336,7 +339,7 @@ def _late_interaction(folder: Path, found: list[Module], general: GeneralSetting
         return None
     is_own = general.kind == LATE_INTERACTION
     ends = sorted(kind for kind in kinds[1:] if kind not in ("Dense", "LayerNorm"))
-    layers = _layers(found[1:])
+    layers = _layers([module for module in found[1:] if module.kind != "Normalize"])
     if (found and kinds[0] != "Transformer") or ends != sorted(set(ends) & {"Normalize", "MultiVectorMask"}):
         raise ModelError(
             f"{folder / MODULES} has the modules {', '.join(kinds)}; where vectors of tokens are compared, computed "
@@ -373,10 +376,12 @@ def _late_interaction(folder: Path, found: list[Module], general: GeneralSetting
 
 
 def _layers(found: Sequence[Module]) -> tuple[HeadLayer, ...]:
-    return tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm"))
+    return tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm", "Normalize"))
 
 
 def _layer(module: Module) -> HeadLayer:
+    if module.kind == "Normalize":
+        return HeadUnitLength()
     file = module.folder / "config.json"
     config = read_json(file)
     if not isinstance(config, dict):

@@ -63,6 +63,17 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
+class HeadUnitLength:
+    """Scales a vector to length 1."""
+
+    folder: str = ""
+
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """None."""
+        return iter(())
+
+
+@dataclass(frozen=True)
 class HeadTokens:
     """The logit of a token, less that of a second one if there are two: rows of the model's output matrix."""
 
@@ -100,7 +111,7 @@ class HeadVocabulary:
         return iter(())
 
 
-HeadLayer = HeadLinear | HeadNorm | HeadTokens | HeadVocabulary
+HeadLayer = HeadLinear | HeadNorm | HeadUnitLength | HeadTokens | HeadVocabulary
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ def _embedding(
     widths = {
         kind: _width_behind(output.layers, width * len(output.tokens.split(JOINT))) for kind, output in outputs.items()
     }
+    widths |= {kind: min(widths[kind], output.kept) for kind, output in outputs.items() if output.kept is not None}
     width = widths[kinds[0]]
     dimensions = _dimensions(checkpoint)
     if config.dimensions is not None:
@@ -290,7 +291,8 @@ def _outputs(
 ) -> dict[str, PooledOutput]:
     """What a model that embeds makes, the default kind first."""
     layers = () if folder is None else folder.layers
-    outputs = {} if tokens == "ALL" else {"embed": PooledOutput(tokens, layers)}
+    kept = None if folder is None else folder.kept
+    outputs = {} if tokens == "ALL" else {"embed": PooledOutput(tokens, layers, kept=kept)}
     if not pools:
         return outputs
     of_tokens = layers if folder is None or folder.of_tokens is None else folder.of_tokens

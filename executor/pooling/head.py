@@ -20,7 +20,14 @@ from headrace.executor.adapters.heads import HeadTable, SlotScales
 from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm, HeadTokens, HeadVocabulary
+from headrace.executor.models.heads import (
+    HeadLayer,
+    HeadLinear,
+    HeadNorm,
+    HeadTokens,
+    HeadUnitLength,
+    HeadVocabulary,
+)
 from headrace.ipc.failure import ModelError
 
 F = torch.nn.functional
@@ -81,6 +88,9 @@ class Head:
         ModelError, naming the weight, for one that is missing or of another shape."""
         self._steps: list[Step] = []
         for layer in layers:
+            if isinstance(layer, HeadUnitLength):
+                self._steps.append(lambda x, adapters: torch.from_numpy(normalized(x.numpy())))
+                continue
             if isinstance(layer, HeadTokens):
                 assert checkpoint is not None, "it has the output matrix"
                 self._steps.append(_linear(_rows(layer, checkpoint, prefixes, token_id), None, "identity"))

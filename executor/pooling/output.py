@@ -29,3 +29,5 @@ class PooledOutput:
     else those values of the vector over the vocabulary that are not 0."""
     skipped: tuple[int, ...] = ()
     """Of ALL: tokens that have no vector."""
+    kept: int | None = None
+    """How many values are kept behind the activation, which has seen all of them; None: all."""

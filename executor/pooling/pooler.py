@@ -288,6 +288,7 @@ class _Output:
             vectors = ((vectors.astype(np.float64) - declared.mean) / declared.sigma).astype(np.float32)
         if task.activate or declared.is_sparse:
             vectors = activated(declared.activation, vectors)
+        vectors = vectors[:, : declared.kept]
         if declared.is_sparse:
             (places,) = vectors[0].nonzero()
             return np.stack((places.astype(np.float32), vectors[0, places]), axis=1)

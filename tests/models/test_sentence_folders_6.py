@@ -189,6 +189,46 @@ def test_an_unknown_side_is_named(tmp_path: Path) -> None:
         LLM(str(folder), in_process=True, **ENGINE)
 
 
+@pytest.mark.parametrize("ends", [[("Normalize", {})], []])
+@pytest.mark.parametrize("kept", [16, 64, 100])
+def test_a_folder_may_say_how_many_values_are_kept(kept: int, ends: list[Any], tmp_path: Path) -> None:
+    """They are cut from the whole vector, which is not scaled again."""
+    folder = write(bert(tmp_path), MEAN, *ends, general={"truncate_dim": kept})
+    wanted = means(folder, TEXTS)
+    wanted = (nn.functional.normalize(wanted, dim=1) if ends else wanted)[:, :kept]
+    with LLM(str(folder), in_process=True, hf_overrides={"is_matryoshka": True}, **ENGINE) as llm:
+        found = torch.tensor([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
+        assert (found - wanted).abs().max() < 1e-5
+        (token,) = llm.encode(TEXTS[:1], pooling_task="token_embed", use_tqdm=False)
+        assert token.outputs.data.shape[1] == 64
+        (cut,) = llm.embed(TEXTS[:1], pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
+        assert len(cut.outputs.embedding) == 8
+        if kept < 64:
+            with pytest.raises(InvalidRequestError, match="dimensions"):
+                llm.embed(TEXTS[:1], pooling_params=PoolingParams(dimensions=kept + 1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("ends", [[("Normalize", {})], []])
+def test_vectors_may_be_scaled_between_layers(ends: list[Any], tmp_path: Path) -> None:
+    normalize: tuple[str, dict[str, Any]] = ("Normalize", {})
+    scale = nn.functional.normalize
+    folder = write(bert(tmp_path), MEAN, normalize, normalize, dense(64, 32), normalize, dense(32, 8, IDENTITY), *ends)
+    first, second = save_weights(folder).values()
+    x = scale(torch.tanh(scale(means(folder, TEXTS), dim=1) @ first["linear.weight"].T + first["linear.bias"]), dim=1)
+    x = x @ second["linear.weight"].T + second["linear.bias"]
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        found = torch.tensor([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
+    assert (found - (scale(x, dim=1) if ends else x)).abs().max() < 1e-5
+
+
+def test_a_prompt_may_be_null(tmp_path: Path) -> None:
+    folder = write(bert(tmp_path), MEAN, general={"prompts": {"query": None, "document": "d: "}})
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        (plain,) = llm.embed(TEXTS[:1], use_tqdm=False)
+        (named,) = llm.embed(TEXTS[:1], pooling_params=PoolingParams(prompt_name="query"), use_tqdm=False)
+        assert named.outputs.embedding == plain.outputs.embedding
+
+
 def test_layers_that_add_what_comes_in(tmp_path: Path) -> None:
     folder = write(
         bert(tmp_path), MEAN, dense(64, 64, use_residual=True), dense(64, 24, use_residual=True), ("Normalize", {})
