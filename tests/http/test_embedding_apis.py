@@ -220,7 +220,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v2/embed", {"texts": ["x", ""]}, "an input is empty"),
     ("/v2/embed", {"texts": ["x"] * 41}, "at most 40 at once"),
     ("/v2/embed", {"texts": ["x"], "input_type": "image"}, "input_type is 'image'; known: search_query"),
-    ("/v2/embed", {"texts": ["x"], "embedding_types": ["int4"]}, "embedding_types"),
+    (
+        "/v2/embed",
+        {"texts": ["x"], "embedding_types": ["int4"]},
+        "embedding_types[0]: invalid enum value 'int4'; it must be one of float,",
+    ),
     ("/v2/embed", {"texts": ["x"], "output_dimension": 4}, "does not support Matryoshka"),
     ("/v2/embed", {"texts": ["x"], "images": ["data:"]}, "models read text alone"),
     ("/v2/embed", {"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content"),

@@ -307,10 +307,27 @@ def invalid_body(text: str, kind: type[msgspec.Struct]) -> ApiError:
         message = f"{where} is required" if begin == _MISSING else f"unknown field {where}"
         return bad_field(where, message, code)
     what = shortened(what, LONGEST_PARAM).replace("`", "")
-    hint = next((each.type for each in msgspec.structs.fields(kind) if each.encode_name == where), None)
-    if values := _literals(hint):
+    if values := list(dict.fromkeys(value for hint in _types_at(where, kind) for value in _literals(hint))):
         what += f"; it must be one of {', '.join(values)}"
     return bad_field(where, f"{where}: {what[:1].lower()}{what[1:]}", "invalid_type")
+
+
+def _types_at(where: str, kind: type[msgspec.Struct]) -> list[Any]:
+    """The types that a field which msgspec names, such as `messages[0].role`, may have in a struct: several where it is
+    in one of several structs. Of an element it is that of its list."""
+    found: list[Any] = [kind]
+    for name in re.sub(r"\[[^\]]*\]", "", where).split("."):
+        structs = [struct for each in found for struct in _structs(each)]
+        fields = [field for struct in structs for field in msgspec.structs.fields(struct)]
+        found = [field.type for field in fields if field.encode_name == name]
+    return found
+
+
+def _structs(hint: Any) -> tuple[type[msgspec.Struct], ...]:
+    """All structs in a type."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return (hint,)
+    return tuple(each for part in typing.get_args(hint) for each in _structs(part))
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
