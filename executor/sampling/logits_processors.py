@@ -375,9 +375,7 @@ class ProcessedBatch:
             best = row.amax(1)
             can_choose = bool(is_usable(row, best))
             innocent &= can_choose
-            if can_choose or bool(
-                best.isneginf()
-            ):  # the sampler says what may have forbidden every token of the latter
+            if can_choose or bool(best.isneginf()):  # the sampler says why all may be forbidden
                 part[index : index + 1] = row
             else:
                 loaded.discard()

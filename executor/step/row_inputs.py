@@ -62,12 +62,11 @@ class InputColumns:
         found = []
         for index in np.flatnonzero(np.isin(plan.rows, list(self._by_row))).tolist():
             begin, first_token = int(plan.num_computed_tokens[index]), int(plan.num_tokens[:index].sum())
-            end = begin + int(plan.num_tokens[index])
-            for each in self._by_row[int(plan.rows[index])]:
+            end, row = begin + int(plan.num_tokens[index]), int(plan.rows[index])
+            for each in self._by_row[row]:
                 first, last = max(begin, each.start), min(end, each.end)
                 if first < last:
                     at = first_token + first - begin
-                    row = int(plan.rows[index])
                     found.append(PlacedInput(at, each, first - each.start, last - each.start, row, plan.step, self))
         return tuple(found)
 

@@ -49,9 +49,10 @@ class StepCosts:
         num_between = result.step - self._last_step - 1
         began_s = result.began_s if num_between else self._last_ended_s
         if num_tokens is not None and result.ended_s - began_s >= SHORTEST_S:
-            for _ in range(min(num_between, MOST_BETWEEN) if self._last_rows else 0):
+            if num_between and self._last_rows:
                 seconds = (result.began_s - self._last_ended_s) / num_between
-                self._count(self._last_rows, self._last_rows, seconds)
+                for _ in range(min(num_between, MOST_BETWEEN)):
+                    self._count(self._last_rows, self._last_rows, seconds)
             self._count(num_tokens, len(result.token_ids), result.ended_s - began_s)
         self._last_step, self._last_ended_s, self._last_rows = result.step, result.ended_s, len(result.rows)
 
