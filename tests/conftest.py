@@ -13,11 +13,12 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from patience import has_ended, within
+from patience import within
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
@@ -70,18 +71,31 @@ LONG_FILES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     begun_first = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: begun_first.get(item.path, len(begun_first)))
+    places = {path: (begun_first.get(path, len(begun_first)), path.parts) for path in {item.path for item in items}}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What is imported and made for thousands of tests stays: the collector of garbage never walks through it."""
+    begin_elsewhere(session.config)
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()  # with what little is garbage: looking for it takes a second
         gc.enable()
+
+
+def begin_elsewhere(config: pytest.Config) -> None:
+    """Of several processes that collect all tests, each begins with another file, and finds most of the others' sources
+    compiled by them: in a fresh clone each would compile every source, all at the same time."""
+    here, place = Path(__file__).parent, getattr(config, "workerinput", None)
+    if place is None or [Path(each).resolve() for each in config.args] != [here]:
+        return
+    files = sorted(here.rglob("test_*.py"))
+    first = len(files) * int(place["workerid"].removeprefix("gw")) // place["workercount"]
+    config.args[:] = map(str, files[first:] + files[:first])
 
 
 @pytest.fixture(scope="session")
@@ -132,20 +146,40 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+class Descendant(NamedTuple):
+    """A process below this one: its start, in the kernel's ticks, tells it from another that has its number later."""
+
+    pid: int
+    started_ticks: int
+
+
 @pytest.fixture(autouse=True)
 def no_process_left_over() -> Iterator[None]:
     """Fails a test that leaves a child process behind, and ends it so that the next test is not blamed."""
     before, began_s = _descendants(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
-    # What a server of a fixture starts for itself, such as the processes that try grammars, ends with that server.
-    since = [process for process in _descendants() - before if _started_s(process) >= began_s]
-    known = {process for process in since if process.pid == _template_helper()} | before
-    left = [process for process in since if not known & {process, *_ancestors(process)}]
-    _, alive = psutil.wait_procs(left, timeout=within(LEFTOVER_GRACE_S))
+    # Such a list may lack one while another ends, so a process that it has anew need not be new. A start is known to a
+    # tick, and is no sooner than it was.
+    since_ticks = began_s * os.sysconf("SC_CLK_TCK") - 1
+    left = [each for each in _descendants() - before if each.started_ticks >= since_ticks]
+    alive = _alive_in_time(left, before) if left else []
     names = [f"{process.pid} {_command(process)}" for process in alive]
     for process in alive:
         process.kill()
     assert not names, f"processes left over {LEFTOVER_GRACE_S:g} s after the test: {names}"
+
+
+def _alive_in_time(left: Sequence[Descendant], before: set[Descendant]) -> list[psutil.Process]:
+    # What a server of a fixture starts for itself, such as the processes that try grammars, ends with that server.
+    known = {each.pid for each in before} | {_template_helper()}
+    found = []
+    for each in left:
+        with suppress(psutil.Error):  # it has ended meanwhile
+            process = psutil.Process(each.pid)
+            if not known & {process.pid, *(parent.pid for parent in _ancestors(process))}:
+                found.append(process)
+    _, alive = psutil.wait_procs(found, timeout=within(LEFTOVER_GRACE_S))
+    return alive
 
 
 def _template_helper() -> int | None:
@@ -155,34 +189,26 @@ def _template_helper() -> int | None:
     return pid
 
 
-def _descendants() -> set[psutil.Process]:
-    """Those alive, by the kernel's lists of children: psutil would read every process of the machine, twice a test.
-
-    Such a list may lack one while another ends, so a process that it has anew need not be new.
-    """
-    found: set[psutil.Process] = set()
+def _descendants() -> set[Descendant]:
+    """Those alive, by the kernel's lists of children: psutil would read every process of the machine, twice a test."""
+    found: set[Descendant] = set()
     todo = [os.getpid()]
     while todo:
         for pid in _children(todo.pop()):
             todo.append(pid)
-            with suppress(psutil.Error):  # it has ended meanwhile
-                found.add(psutil.Process(pid))
-    return {process for process in found if not has_ended(process)}
+            with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+                # See proc_pid_stat(5): after the name in brackets come the state and, as the 22nd of all, the start.
+                fields = file.read().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    found.add(Descendant(pid, int(fields[19])))
+    return found
 
 
 def _children(pid: int) -> Iterator[int]:
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 yield from map(int, file.read().split())
-
-
-def _started_s(process: psutil.Process) -> float:
-    """On the clock that counts from the machine's start, and no sooner than it was: that is known to a tick."""
-    try:
-        return process.create_time() - psutil.boot_time() + 1 / os.sysconf("SC_CLK_TCK")
-    except psutil.Error:
-        return 0.0
 
 
 def _ancestors(process: psutil.Process) -> Sequence[psutil.Process]:
