@@ -25,8 +25,8 @@ from headrace.executor.gpu.rank import GpuRank
 from headrace.ipc.failure import ModelError
 
 NAMES = ("lfm2", "lfm2_moe", "mamba2", "falcon_h1", "nemotron_h", "qwen3_next", "kimi_linear", "minimax")
-SOME, OTHERS = (thinned(NAMES, NAMES[first::2].__contains__) for first in range(2))
-"""In turn: `make test` has each family in half of the tests, and `make test-system` in all."""
+QUARTERS = [thinned(NAMES, NAMES[first::4].__contains__) for first in range(4)]
+"""In turn: `make test` has each family in one of four tests, and `make test-system` in all."""
 TWO_STAGES = ("qwen3_next",)
 REFUSED = {
     "jamba": "Mamba's selective scan",
@@ -64,7 +64,7 @@ def tokens_of(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", QUARTERS[0])
 def test_tokens_in_little_memory_are_transformers(folder: Path, name: str) -> None:
     """The memory of two rows' states and of the tokens of little more than one: chunks of prompts, and preemption."""
     path = saved(folder, name)
@@ -77,7 +77,7 @@ def test_tokens_in_little_memory_are_transformers(folder: Path, name: str) -> No
     assert preempted > 0 or len(groups) == 1
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", QUARTERS[1])
 def test_a_request_starts_from_the_state_that_another_has_left(folder: Path, name: str) -> None:
     prompts = shared_prefix(128)
     with LLM(str(saved(folder, name)), **EAGER, distributed_executor_backend=ONE) as llm:
@@ -94,7 +94,7 @@ def test_a_request_starts_from_the_state_that_another_has_left(folder: Path, nam
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *thinned(((name, "tensor") for name in NAMES), lambda case: case[0] in NAMES[1::4]),
+        *thinned(((name, "tensor") for name in NAMES), lambda case: case[0] in NAMES[3::4]),
         # What a stage has is a number of layers, whatever they are.
         *(pytest.param(name, "pipeline", marks=() if name in TWO_STAGES else pytest.mark.system) for name in NAMES),
     ],
@@ -106,7 +106,7 @@ def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind
         assert tokens_of(generate_all_at_once(llm, shared_prefix(128), PARAMS)) == greedy(name)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", QUARTERS[2])
 @pytest.mark.usefixtures("drafts_at_any_cost")
 def test_drafts_change_no_token(folder: Path, name: str) -> None:
     prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]

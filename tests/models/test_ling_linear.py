@@ -58,8 +58,16 @@ def expect_answers(name: str, prompts: list[list[int]], outputs: list[Any]) -> N
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
 
 
-@pytest.mark.parametrize("options", [{}, ONE_GPU], ids=["program", "GPU rank"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param(name, {}, id=f"{name}-program") for name in NAMES),
+        *(
+            pytest.param(name, ONE_GPU, id=f"{name}-GPU rank", marks=() if name == NAMES[0] else pytest.mark.system)
+            for name in NAMES
+        ),
+    ],
+)
 def test_prompts_of_any_length(folder: Path, name: str, options: dict[str, Any]) -> None:
     """Computed in one step or in chunks that end anywhere."""
     generator = torch.Generator().manual_seed(1)

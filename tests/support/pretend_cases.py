@@ -348,7 +348,7 @@ def case_an_engine_that_speculates(folder: Path) -> None:
     assert found["graphs"] > 1
 
 
-def case_an_engine_with_states_in_little_memory(folder: Path) -> None:
+def long_case_an_engine_with_states_in_little_memory(folder: Path) -> None:
     run_in_little_memory(folder, ["lfm2"])
 
 

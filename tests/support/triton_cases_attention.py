@@ -60,7 +60,7 @@ def case_prompts_and_decodes_together() -> None:
     compare(MIXED, (6, 2, 20), torch.float16, AttentionParams(scale, 1))
 
 
-def case_decodes_alone() -> None:
+def long_case_decodes_alone() -> None:
     scale = 24**-0.5
     compare(DECODES, (5, 1, 24), torch.float32, AttentionParams(scale))
     compare(DECODES, (4, 4, 24), torch.bfloat16, AttentionParams(scale, 33))

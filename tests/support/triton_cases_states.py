@@ -70,7 +70,7 @@ def case_results_states_and_drafts_are_the_references() -> None:
         expect_the_references(name, torch.float32, 2e-5, 20)
 
 
-def case_results_of_16_bits_are_the_references() -> None:
+def long_case_results_of_16_bits_are_the_references() -> None:
     for name in OF_EACH_OP[:2]:  # the states of 16 bits tell of the third
         expect_the_references(name, torch.bfloat16, 2**-7, 20)
 
@@ -126,7 +126,7 @@ def expect_the_same_in_chunks(names: Iterable[str], num_tokens: int, sizes: Sequ
             assert torch.equal(kept(case, chunked, 0), kept(case, whole, 0)), size
 
 
-def case_results_do_not_depend_on_the_batch() -> None:
+def long_case_results_do_not_depend_on_the_batch() -> None:
     expect_the_same_in_batches(OF_EACH_OP, 2)
 
 
