@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -60,7 +61,9 @@ _DROPPED = (
 )
 """Annotations. Libraries refuse some of them in some drafts."""
 _NOTES = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_COUNTS = (
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"),
+)
 _BEYOND_ANSWERS = 1 << 31
 """As many characters, values or properties no answer has."""
 _IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
@@ -79,7 +82,7 @@ _VALUES_OF_NULL = ("const", "default", "examples")
 _CONSTRAINTS = frozenset(
     (
         *("type", "enum", "const", "required", "dependentRequired", "dependencies", "uniqueItems", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minContains", "maxContains"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
         *("properties", "patternProperties", *_IN_PLACE, *_COUNTS, *_SCHEMAS),
     )
 )
@@ -171,13 +174,7 @@ class _Rewriting:
         for name in ("enum", "const"):
             check_exact(found.get(name), where)
         found = with_exact_bounds(found, where, is_merged=self._is_merged)
-        for name in _COUNTS:
-            if isinstance(value := found.get(name), float) and value.is_integer():
-                found[name] = value = int(value)
-            if isinstance(value, int) and value >= _BEYOND_ANSWERS:  # libraries count in 32 bits
-                if name.startswith("min"):
-                    raise ValueError(f"{name} is 2^31 or more, which no answer can have (at {where})")
-                del found[name]
+        found = _with_counts(found, where)
         if isinstance(form := found.get("format"), str) and (form not in FORMATS or form in IN_PATTERNS):
             del found["format"]
             if form in IN_PATTERNS and "pattern" in found:
@@ -189,6 +186,8 @@ class _Rewriting:
         for name in ("items", "propertyNames"):
             if name in found and ("uniqueItems" in found or name == "propertyNames"):
                 found[name] = _without_notes(self._resolved(found[name]))
+                if isinstance(found[name], dict):
+                    found[name] = _with_counts(found[name], f"{where.rstrip('/')}/{name}")
         for change in _CHANGES:
             found = change(found)
         check_exact(found.get("enum"), where)  # which may come from within
@@ -321,6 +320,19 @@ def _without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if value is not None or name in _VALUES_OF_NULL}
 
 
+def _with_counts(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """With counts as integers below 2^31. Raises ValueError, with the place, for one that no answer can have."""
+    found = dict(schema)
+    for name in _COUNTS:
+        if isinstance(value := found.get(name), float) and value.is_integer():
+            found[name] = value = int(value)
+        if isinstance(value, int) and value >= _BEYOND_ANSWERS:  # libraries count in 32 bits
+            if name.startswith("min"):
+                raise ValueError(f"{name} is 2^31 or more, which no answer can have (at {where})")
+            del found[name]
+    return found
+
+
 def _required(schema: dict[str, Any]) -> list[str]:
     names = schema.get("required")
     return [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
@@ -435,11 +447,11 @@ def _without_contains(schema: dict[str, Any]) -> dict[str, Any]:
     if "contains" not in found or (least == 0 and most is None):
         for name in ("contains", "minContains", "maxContains"):
             found.pop(name, None)
-    elif found["contains"] in ({}, True) and isinstance(least, int):
+    elif found["contains"] in ({}, True) and _is_count(least) and (most is None or _is_count(most)):
         for name in ("contains", "minContains", "maxContains"):
             found.pop(name, None)
         found["minItems"] = max(found.get("minItems", 0), least)
-        if isinstance(most, int):
+        if most is not None:
             found["maxItems"] = min(found.get("maxItems", most), most)
     return found
 
@@ -497,8 +509,17 @@ def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     if "pattern" in names:
         return schema if len(names.keys() - {"type"}) > 1 else _by_pattern(rest, names["pattern"], others)
-    bounds = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
+    least, most = names.get("minLength", 0), names.get("maxLength", math.inf)
+    if not (_is_count(least) and (most == math.inf or _is_count(most))):
+        return schema
+    if least > most:
+        return {**rest, "additionalProperties": False}
+    bounds = f"{{{least},{'' if most == math.inf else most}}}"
     return _by_pattern(rest, f"^(?s:.){bounds}$", others)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _by_pattern(schema: dict[str, Any], pattern: str, others: Any) -> dict[str, Any]:

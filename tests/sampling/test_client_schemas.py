@@ -273,6 +273,31 @@ IN_OTHER_WORDS: dict[str, tuple[Any, list[str], list[str]]] = {
         ["[]", '["a","a"]', '["a","b","a"]'],
     ),
     "contains of anything": ({"type": "array", "items": TEXT, "contains": {}}, ['["a"]', '["a","b"]'], ["[]"]),
+    "contains of anything, with counts as other programs write them": (
+        {"type": "array", "items": TEXT, "contains": True, "minContains": 1.0, "maxContains": 2.0},
+        ['["a"]', '["a","b"]'],
+        ["[]", '["a","b","c"]'],
+    ),
+    "lengths of names, as other programs write them": (
+        {"type": "object", "propertyNames": {"minLength": 1.0, "maxLength": 2.0}, "maxProperties": 1},
+        ["{}", '{"a":1}', '{"ab":1}'],
+        ['{"":1}', '{"abc":1}', '{"a{1,2.0}":1}'],
+    ),
+    "lengths of names that a reference has": (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": {"maxLength": 2.0}}},
+        ["{}", '{"a":1}'],
+        ['{"abc":1}', '{"a{0,2.0}":1}'],
+    ),
+    "lengths that no name has": (
+        {"type": "object", "propertyNames": {"minLength": 3, "maxLength": 2}},
+        ["{}"],
+        ['{"a":1}', '{"abc":1}'],
+    ),
+    "a length that every name has": (
+        {"type": "object", "propertyNames": {"maxLength": 1e10}, "maxProperties": 1},
+        ["{}", '{"a":1}'],
+        ['{"a":1,"b":2}'],
+    ),
     "not of everything": (
         {"type": "object", "properties": {"a": TEXT, "n": {"not": {}}}, "required": ["a"]},
         ['{"a":"x"}'],
