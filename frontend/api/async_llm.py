@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from headrace.frontend.fleet.sources import Attached, Connected, Reconnecting, S
 from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import check, checked_id
 from headrace.frontend.request.lora_request import LoRARequest
+from headrace.frontend.request.names import random_names
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -149,7 +149,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         self._closing: asyncio.Task[None] | None = None  # of `shutdown`
         self._closed = False
         self._process_id = os.getpid()
-        self._request_ids = itertools.count()
+        self._request_ids = random_names()
         self._sessions: dict[str, StreamingSession | BeamSearchAbort] = {}
         """What consists of several requests, by the name that `abort` is given."""
         self._stat_loggers = StatLoggers(None)
@@ -225,7 +225,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         is_long = len(parsed.text or "") > _TOKENIZE_INLINE_CHARACTERS
         await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
         await client.adapters.give([parsed], lora_request)
-        name = str(next(self._request_ids)) if request_id is None else request_id
+        name = self._name_of(request_id, client)
         stream: Any = client.submit(with_trace(check(name, parsed, params, client, priority), origin))
         try:
             async for output in stream:
@@ -262,9 +262,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         lora: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._ready()
-        name = str(next(self._request_ids)) if request_id is None else checked_id(request_id)
-        if name in self._sessions:
-            raise id_in_use(name)
+        name = self._name_of(request_id, client)
 
         async def prompt_of(piece: Any) -> Prompt:
             parsed = parse_single_prompt(piece)
@@ -300,9 +298,18 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         if isinstance(sampling_params, SamplingParams):
             kind = sampling_params.output_kind
         (params,) = params_for(sampling_params, client.welcome, 1, kind)
-        name = str(next(self._request_ids)) if request_id is None else request_id
+        name = self._name_of(request_id, client)
         affinity = ANYWHERE if rank is None else Affinity(rank=rank)
         return client.submit(with_trace(check(name, parsed, params, client, priority), origin), affinity=affinity)
+
+    def _name_of(self, request_id: str | None, client: EnginePool) -> str:
+        """The name of a new request. Raises InvalidRequestError for one that is in use."""
+        if request_id is None:
+            return next(self._request_ids)
+        name = checked_id(request_id)
+        if name in self._sessions or name in client:
+            raise id_in_use(name)
+        return name
 
     def _origin(self, headers: Mapping[str, str] | None) -> Origin | None:
         """Of a request that has just arrived, with these headers; None if this object exports no traces."""
@@ -351,9 +358,7 @@ class AsyncLLM(AsyncControls, AsyncLoRAControls, NamesWhatIsMissing):
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client)
         await client.adapters.give([parsed], lora_request)
-        name = str(next(self._request_ids)) if request_id is None else checked_id(request_id)
-        if name in self._sessions:
-            raise id_in_use(name)
+        name = self._name_of(request_id, client)
         aborting = self._sessions[name] = BeamSearchAbort()
         try:
             (found,) = await beam_search(client, [parsed], params, self._request_ids, aborting)

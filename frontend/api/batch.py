@@ -49,14 +49,14 @@ def checked_requests(
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams | PoolingParams],
     priority: Any,
-    ids: Iterator[int],
+    ids: Iterator[str],
 ) -> list[CheckedRequest]:
     """The requests of a batch. Raises InvalidRequestError, with the prompt's index if there are several."""
     priorities = [0] * len(prompts) if priority is None else priorities_for(priority, len(prompts))
     requests, tasks = list[CheckedRequest](), dict[int, Pool]()
     for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
         try:
-            requests.append(check(str(next(ids)), prompt, each, client, rank, tasks))
+            requests.append(check(next(ids), prompt, each, client, rank, tasks))
         except InvalidRequestError as error:
             raise _naming(index, len(prompts), error) from error
     return requests

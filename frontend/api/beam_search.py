@@ -112,7 +112,7 @@ async def beam_search(
     client: RequestClient,
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
-    ids: Iterator[int],
+    ids: Iterator[str],
     aborting: BeamSearchAbort | None = None,
 ) -> list[BeamSearchOutput]:
     """Searches for several tokenised prompts at once. Raises InvalidRequestError, and any request's error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import numbers
 import os
 import queue
@@ -40,6 +39,7 @@ from headrace.frontend.fleet.start import pool_of
 from headrace.frontend.request.checks import CheckedRequest, check
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.lora_request import LoRARequest
+from headrace.frontend.request.names import free_numbers
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import (
@@ -154,7 +154,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
             raise
         self._client, self._tracer = client, tracer
         self._process_id = os.getpid()
-        self._request_ids = itertools.count()
+        self._request_ids = free_numbers(client.__contains__)
         self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []
         self._engine: LLMEngine | None = None
         self._bars = SharedBar()
@@ -494,7 +494,7 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
         self._use_loras([parsed], lora)
         (params,) = params_for(sampling_params, self._client.welcome, 1, kind)
-        name = str(next(self._request_ids)) if request_id is None else request_id
+        name = next(self._request_ids) if request_id is None else request_id
         return self._traced(check(name, parsed, params, self._client, priority))
 
     def _tokenized(self, prompts: list[Prompt], how: Tokenization = DEFAULT_TOKENIZATION) -> list[Prompt]:

@@ -43,7 +43,7 @@ class PoolingCalls:
     _background: BackgroundLoop
     _client: EnginePool
     _bars: SharedBar
-    _request_ids: Iterator[int]
+    _request_ids: Iterator[str]
     _check_usable: Callable[[], None]
 
     def embed(

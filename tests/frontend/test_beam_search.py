@@ -206,7 +206,7 @@ def test_a_search_of_which_a_step_is_aborted_ends_with_its_sequences_so_far(llm:
     params = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
     prompts = [Prompt(token_ids=[5, 6, 7]), Prompt(token_ids=[9, 8, 7])]
     client: Any = Aborting(llm._client, nth)
-    found = llm._background.run(beam_search(client, prompts, params, itertools.count(1000)))
+    found = llm._background.run(beam_search(client, prompts, params, map(str, itertools.count(1000))))
     ends = [{(each.finish_reason, len(each.tokens) - 3) for each in output.sequences} for output in found]
     assert {("abort", length)} in ends
     assert {("length", 10)} in ends

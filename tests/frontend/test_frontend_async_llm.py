@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from fake_core import FakeCore, Faults, MemoryCore, hashed_token, memory_core, zmq_core
 
-from headrace import AsyncLLM, EngineDeadError, HeadraceError, InvalidRequestError, RequestOutputKind, SamplingParams
+from headrace import (
+    AsyncLLM,
+    BeamSearchParams,
+    EngineDeadError,
+    HeadraceError,
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from headrace.frontend.api.streaming_input import StreamingInput
 from headrace.ipc.messages import Abort, AddRequest
 
@@ -189,6 +197,41 @@ async def test_a_running_requests_id_is_refused_and_an_ended_ones_is_free() -> N
         await first
         await llm.abort(["same", "unknown"])
         assert (await anext(llm.generate("Hello", LONG, "same"))).request_id == "same"
+
+
+@run
+async def test_a_callers_own_ids_are_never_those_of_requests_without_one() -> None:
+    """Callers count their requests, and abort those that have ended to be sure."""
+    async with attached() as (core, llm):
+        core.pause()
+        own = [await llm.add_request(str(number), "Hello", LONG) for number in range(8)]
+        without = [asyncio.create_task(anext(llm.generate("Hello", LONG))) for _ in range(4)]
+        beams = llm.beam_search("Hello", "beams", BeamSearchParams(beam_width=2, max_tokens=3))
+        search = asyncio.create_task(anext(beams))
+        await until(lambda: len(core.core.running) == 13)
+        await llm.abort([str(number) for number in range(100)])
+        core.resume()
+        for each in without:
+            assert (await each).outputs[0].finish_reason != "abort"
+        assert len((await search).outputs) == 2
+        for stream in own:
+            assert (await stream.final()).outputs[0].finish_reason == "abort"
+
+
+@run
+async def test_one_id_is_not_had_by_requests_of_two_kinds() -> None:
+    async with attached() as (core, llm):
+        core.pause()
+        params = BeamSearchParams(beam_width=1, max_tokens=2)
+        search = asyncio.create_task(anext(llm.beam_search("Hello", "a", params)))
+        running = asyncio.create_task(anext(llm.generate("Hello", LONG, "b")))
+        await until(lambda: len(core.core.running) == 2)
+        with pytest.raises(InvalidRequestError, match="'a' is running"):
+            await anext(llm.generate("Hello", LONG, "a"))
+        with pytest.raises(InvalidRequestError, match="'b' is running"):
+            await anext(llm.beam_search("Hello", "b", params))
+        core.resume()
+        await asyncio.gather(search, running)
 
 
 @run

@@ -92,6 +92,17 @@ def test_a_failed_request_is_raised_once_and_the_others_go_on() -> None:
         assert "the model gave NaN" in errors[0]
 
 
+def test_other_calls_take_no_id_that_a_request_of_the_engine_has(llm: LLM, core: MemoryCore) -> None:
+    core.pause()
+    for number in range(4):
+        llm.llm_engine.add_request(str(number), "Hello", SamplingParams(max_tokens=2))
+    core.resume()
+    outputs = llm.generate(["Hello", "World"], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
 def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
     engine = LLMEngine(llm)
     with pytest.raises(InvalidRequestError):

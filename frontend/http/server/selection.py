@@ -88,7 +88,7 @@ async def search(
     beams, prompts = selection.beams, [each.prompt for each in requests]
     assert beams is not None, "it asks for the search"
     steps = EngineOfSearch(prepared, requests[0].priority, pool, facts)
-    found = await beam_search(steps, prompts, beams, itertools.count())
+    found = await beam_search(steps, prompts, beams, map(str, itertools.count()))
     params = requests[0].params.clone()  # with one output for each of the beams that are returned
     params.n = selection.num_outputs
     return [
