@@ -15,8 +15,9 @@ from headrace.frontend.client.control import QUICK_S, AsyncControls, Call, check
 from headrace.frontend.fleet.adapters import FleetAdapters
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.fleet.lora_controls import AsyncLoRAControls
+from headrace.frontend.fleet.standstill import Standstill
 from headrace.frontend.text.tokenizer import Tokenizer
-from headrace.ipc.control import ExtensionAnswers, ReloadWeights
+from headrace.ipc.control import Commands, ExtensionAnswers, ReloadWeights
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, let_interrupts_pass
 from headrace.ipc.messages import EngineStats, ExpertBalance, Welcome
 
@@ -40,6 +41,7 @@ class Engines(AsyncControls, AsyncLoRAControls):
         self._last_client: CoreClient | None = None
         self._late_tokens_of_former = 0
         self._reload = asyncio.Lock()
+        self._standstill = Standstill()
         self._names: list[str] | None = None  # None: outdated
         self._serving: dict[str, list[Engine]] = {}
 
@@ -136,6 +138,24 @@ class Engines(AsyncControls, AsyncLoRAControls):
         """Calls every engine and combines the answers."""
         answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
         return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def control(self, command: Commands, timeout_s: float | None = QUICK_S) -> Any:
+        """As `call`, for a command."""
+        answers = await self.control_each(command, timeout_s)
+        return answers[0] if len(answers) == 1 else combined(answers)
+
+    async def control_each(self, command: Commands, timeout_s: float | None = QUICK_S) -> list[Any]:
+        """Sends every engine a command, and returns each one's answer. Engines that join later are told of a pause and
+        of a sleep."""
+        clients = self._clients
+        self._standstill.asked(command)
+        try:
+            answers = await asyncio.gather(*(client.control(command, timeout_s) for client in clients))
+        except BaseException as error:
+            self._standstill.failed(command, error)
+            raise
+        self._standstill.done(command)
+        return answers
 
     async def reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
         path = checked_weights_path(weights_path)

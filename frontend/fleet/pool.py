@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
 import itertools
 import logging
 import random
@@ -27,7 +28,7 @@ from headrace.frontend.fleet.requests import RoutedRequests
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import Source
 from headrace.ipc.failure import EngineDeadError, Failure, let_interrupts_pass
-from headrace.ipc.messages import Welcome
+from headrace.ipc.messages import EngineStats, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -297,9 +298,12 @@ class EnginePool(RoutedRequests):
         if client.failure is not None:
             return client.failure
         try:
+            await self._standstill.pass_on(engine.name, client, functools.partial(self._stats_beside, engine))
             self._join(engine, client)
             failure = await client.until_lost()
         except asyncio.CancelledError:
+            if engine.client is not client:
+                client.leave()
             raise
         except BaseException as error:  # its requests go on elsewhere, as after its death
             client.fail(Failure.of(error, process="client", phase="serve"))
@@ -307,6 +311,11 @@ class EnginePool(RoutedRequests):
             raise
         client.leave()  # an engine that reported its failure leaves the connection open
         return failure
+
+    async def _stats_beside(self, new: Engine) -> list[EngineStats]:
+        """Of the other engines that serve."""
+        others = [engine for engine in self.engines if engine is not new and engine.usable]
+        return [each for each in await asyncio.gather(*(engine.stats() for engine in others)) if each is not None]
 
     def _join(self, engine: Engine, client: CoreClient) -> None:
         """The engine is connected, and takes requests from now on."""

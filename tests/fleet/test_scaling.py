@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -132,6 +133,26 @@ def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:
             assert client.post("/resume").json() == {"status": "resumed"}
         assert [each.result(60) for each in streams] == expected
         assert metric(client, "headrace:router_migrations_total") == 0
+
+
+def test_engines_that_start_while_the_server_is_paused_are_paused_too() -> None:
+    arguments = ("--restart-engine", "2", "--server-dev-mode")
+    with serving(*arguments, null_model={}) as server, server.client() as client, ThreadPoolExecutor(2) as pool:
+        expected = undisturbed()
+        assert client.post("/pause?mode=keep").json() == {"status": "paused"}
+        (engine,) = engines_of(server)
+        engine.kill()
+        server.wait_log("is connected again")
+        scale(server, 2)
+        streams = [pool.submit(stream, server, each, data_parallel_rank=each) for each in range(2)]
+        try:
+            for rank, each in enumerate(streams):
+                num_waiting = functools.partial(metric, client, "headrace:num_requests_waiting", engine=str(rank))
+                wait_until(lambda it=each, look=num_waiting: it.done() or look() > 0, 30, "it to wait")
+            assert metric(client, "headrace:generation_tokens_total") == 0
+        finally:
+            assert client.post("/resume").json() == {"status": "resumed"}
+        assert [each.result(60) for each in streams] == expected[:2]
 
 
 def test_engines_of_others_are_not_scaled() -> None:

@@ -249,7 +249,8 @@ async def server_info(state: ServerState, exchange: Exchange) -> None:
 
 async def _command(state: ServerState, command: Commands, timeout_s: float | None = QUICK_S) -> list[Any]:
     """Returns the answer of each engine. Raises ApiError (400) with an engine's reason if it refuses."""
-    return await _answered(asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state))))
+    _clients(state)
+    return await _answered(state.pool.control_each(command, timeout_s))
 
 
 async def _answered(command: Awaitable[T]) -> T:
