@@ -428,8 +428,8 @@ class Loop:
             failure = self._admission.queue_full(self._statistics.seconds_per_request() * self._num_waiting)
         elif len(live) >= self._admission.max_of_client:
             failure = self._admission.too_many(self._statistics.seconds_per_request())
-        elif self._controller.asleep:
-            failure = self._admission.asleep()
+        elif self._controller.asleep and (message.adapters or not message.num_resumed_tokens):
+            failure = self._admission.asleep()  # but one that another engine began is kept here as it was there
         else:
             failure = self._admission.check(message)
             if failure is None and self.adapters is not None:

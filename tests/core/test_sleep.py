@@ -112,6 +112,24 @@ def test_a_sleeping_engine_refuses_requests_instead_of_letting_them_hang() -> No
     assert driver.num_tokens(2) == 3
 
 
+def test_a_request_that_another_engine_began_waits_for_the_waking() -> None:
+    """An engine that leaves while all sleep hands over the requests that it kept."""
+    whole = new_driver()
+    whole.client.add(0, [5, 6, 7], max_tokens=9)
+    whole.core.run_until_idle()
+    tokens = whole.client.tokens()[0]
+    driver = new_driver()
+    driver.send(Sleep(mode="keep"))
+    driver.turns(1)
+    driver.client.add(0, [5, 6, 7, *tokens[:4]], max_tokens=9, num_resumed_tokens=4, seed=1)
+    driver.turns(6)
+    assert not driver.client.finishes()
+    assert not driver.num_tokens(0)
+    driver.send(WakeUp())
+    driver.core.run_until_idle()
+    assert driver.client.tokens()[0] == tokens[4:]
+
+
 def test_it_wakes_in_parts_and_weights_are_changed_in_between() -> None:
     driver = new_driver()
     calls = [
