@@ -28,6 +28,7 @@ NAMES = WeightNames(
     renamed=(
         (r"\.self_attn\.(forget_gate\.)?", f".{AT}."),
         (r"\.gate\.e_score_correction_bias$", ".gate.expert_bias"),
+        (r"(^|\.)embed_tokens\.", r"\1word_embeddings."),
     ),
 )
 DELTA = DeltaNames(

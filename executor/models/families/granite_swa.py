@@ -57,7 +57,7 @@ def build(config: Config) -> ArchSpec:
         config,
         attention=attention | {"sinks": True},
         ffn=ffn_of(config, shared),
-        names=replace(NAMES, router="block_sparse_moe.router"),
+        names=replace(NAMES, router="block_sparse_moe.router", renamed=()),
         stacked=STACKED,
         fused=shared_parts(config, shared) if shared else (),
         **fields,

@@ -5,7 +5,11 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import biases, experts, integer, llama_like, positive
 from headrace.executor.models.families.granite import multipliers
 
-NAMES = WeightNames(router="block_sparse_moe.router.layer", experts="block_sparse_moe.experts")
+NAMES = WeightNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.experts",
+    renamed=((r"\.router\.weight$", ".router.layer.weight"),),  # transformers' module
+)
 STACKED = StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
 
 

@@ -31,6 +31,7 @@ NAMES = WeightNames(
     gate=f"{SHARED}.gate_proj",
     up=f"{SHARED}.up_proj",
     down=f"{SHARED}.down_proj",
+    renamed=((r"\.router\.weight$", ".router.layer.weight"),),  # transformers' module
 )
 STACKED = StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
 

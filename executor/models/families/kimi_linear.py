@@ -35,7 +35,7 @@ NAMES = WeightNames(
     # As transformers' modules are called, whose own files have the publisher's names.
     renamed=(
         (r"\.self_attn\.forget_gate\.", ".self_attn."),
-        (r"\.mlp\.shared_experts\.", ".block_sparse_moe.shared_experts."),
+        (r"\.mlp\.(gate|shared_experts)\.", r".block_sparse_moe.\1."),
     ),
 )
 DELTA = DeltaNames(

@@ -27,6 +27,7 @@ NAMES = WeightNames(
     expert_gate="w1",
     expert_up="w3",
     expert_down="w2",
+    renamed=((r"\.mlp\.gate\.", ".block_sparse_moe.gate."),),  # transformers' module
     ignorable=(*WeightNames.ignorable, r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"),
 )
 PUBLISHED = {

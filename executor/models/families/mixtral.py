@@ -18,6 +18,7 @@ NAMES = WeightNames(
     expert_gate="w1",
     expert_up="w3",
     expert_down="w2",
+    renamed=((r"\.mlp\.gate\.", ".block_sparse_moe.gate."),),  # transformers' module
 )
 
 
