@@ -24,6 +24,7 @@ from headrace.executor.checkpoints.declared_weights import StoredRows, places_of
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import AttendLatent, Declared, ExpertStack, LayerDeclaration, Linear, size_of
+from headrace.executor.models.blocks.shared_transformer import Tied
 from headrace.executor.models.heads import HeadLinear, HeadNorm
 from headrace.executor.models.reading import own_part
 from headrace.executor.parallel.padding import GrownAxis, Span, grown_axes
@@ -62,6 +63,13 @@ class AdaptableLayers:
     def declared(self) -> list[_LayerParts]:
         """Of each layer: what its blocks declare, and the same without padding."""
         return [_parts_of_layer(self, *each) for each in zip(self.padded.layers, self.spec.layers, strict=True)]
+
+    @cached_property
+    def ends(self) -> tuple[list[tuple[Linear, Linear]], list[tuple[Linear, Linear]]]:
+        """Linear layers before the first layer of the model and after the last, each with the same without padding.
+        Their names are relative to the prefix."""
+        first, last = zip(*(_linears_at_ends(each) for each in (self.padded, self.spec)), strict=True)
+        return list(zip(*first, strict=True)), list(zip(*last, strict=True))
 
     @cached_property
     def grown(self) -> dict[str, dict[int, GrownAxis]]:
@@ -116,8 +124,8 @@ class _Mapped:
         found: dict[str, Delta] = {}
         for index, layer in enumerate(self.layers.declared):
             start = spec.names.layer(self.layers.prefix, index)
-            for linear, unpadded in layer.linears:
-                matrices = self._matrices(start, linear, unpadded)
+            for linear, unpadded, tied in layer.linears:
+                matrices = self._matrices(start, linear, unpadded, start if tied is None else tied.source_of(start))
                 if matrices and linear.matrices[0][0] == spec.names.latent_up and self.adapter.config.invocation_tokens:
                     raise self._error(
                         f"{matrices[0].name}: an activated adapter changes tokens from one on, and this matrix the "
@@ -129,6 +137,7 @@ class _Mapped:
                 experts = self._experts(start, stack, whole)
                 if start in own and experts is not None:
                     found[start + stack.gates[0]] = experts
+        found |= self._linears_at_ends()
         if (table := self.modules.get(name := f"{self.layers.prefix}{spec.names.embedding}")) is not None:
             embedding = self._embedding(table)
             if place.is_first_stage:
@@ -145,6 +154,15 @@ class _Mapped:
                 found[behind.name] = delta
         self._check_used()
         self._check_order()
+        return found
+
+    def _linears_at_ends(self) -> dict[str, LowRank]:
+        place, prefix, found = self.layers.place, self.layers.prefix, dict[str, LowRank]()
+        for linears, is_own in zip(self.layers.ends, (place.is_first_stage, place.is_last_stage), strict=True):
+            for linear, unpadded in linears:
+                matrices = self._matrices(prefix, linear, unpadded, prefix)
+                if is_own and matrices:
+                    found[prefix + linear.matrices[0][0]] = self._low_rank(linear, matrices)
         return found
 
     def _experts(self, start: str, stack: ExpertStack, unpadded: ExpertStack) -> LowRankExperts | None:
@@ -174,7 +192,7 @@ class _Mapped:
         of_each = ((stack.gates, (inner, hidden)), (stack.ups, (inner, hidden)), (stack.downs, (hidden, inner)))
         for names, shape in of_each:
             for name in names:
-                if (module := self.modules.get(start + name)) is not None:
+                if (module := self._module(start + name)) is not None:
                     self._plain(module)
                     a, b = (each.float() for each in self._factors(module, shape))
                     scaling = self.adapter.config.scaling(module.name, len(a)) * self._factor(start + name)
@@ -189,18 +207,18 @@ class _Mapped:
             )
         for module in stacked_modules:
             a, b = (each.float() for each in module.factors or ())
-            count = len(stack.gates)
-            if is_swapped and len(a) % count == 0:
-                a, b = _swapped(a, b, count)
-            shape = len(b), a.shape[1]
+            shape = (a.shape[1], len(b)) if is_swapped else (len(b), a.shape[1])
+            # peft wraps the first matrix first.
+            is_down = not module.name.endswith(".base_layer") if first == last else shape == last
+            count = self._num_stacked(stack, is_down=is_down)
             if len(a) % count or shape not in (first, last):
                 raise self._error(
                     f"{module.name} has factors of {list(a.shape)} and {list(b.shape)}, and the model has {count} "
                     f"experts of {list(first)} and {list(last)}"
                 )
+            if is_swapped:
+                a, b = _swapped(a, b, count)
             self._check_rank(module, len(a) // count)
-            # peft wraps the first matrix first.
-            is_down = not module.name.endswith(".base_layer") if first == last else shape == last
             # As peft names the tensor, whatever module wraps it.
             tensor = "down" if is_down else "gate_up" if is_gated else "up"
             parameter = f"{module.name.removesuffix('.base_layer')}.{tensor}_proj"
@@ -215,9 +233,15 @@ class _Mapped:
                 parts = [(stack.gates, slice(0, inner)), (stack.ups, slice(inner, None))]
             each_a, each_b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count))
             for names, own in parts:
-                for i, name in enumerate(names):
+                for i, name in enumerate(names[:count]):
                     found[start + name] = each_a[i], each_b[own, :, i] * self._factor(start + name)
         return found
+
+    def _num_stacked(self, stack: ExpertStack, *, is_down: bool) -> int:
+        """The experts of a layer whose matrices are one tensor in transformers: those of another have a number of their
+        own there, and some that compute nothing may have a part of the first matrices."""
+        own = (each.first for each in self.layers.spec.also_stacked if each.first)
+        return min(own, default=len(stack.gates)) + (0 if is_down else stack.num_unread)
 
     def _stacked_modules(self, start: str, stack: ExpertStack) -> list[AdapterModule]:
         """Modules whose factors are of all experts: peft wraps the module of experts once for each of its tensors."""
@@ -227,7 +251,15 @@ class _Mapped:
             return []  # a shared expert
         if spec.stacked is not None:
             names.append(spec.stacked.gate_up.rpartition(".")[0])
-        wrapped = [f"{start}{name}{'.base_layer' * depth}" for name in dict.fromkeys(names) for depth in range(2)]
+        below = [start]
+        if spec.names.sublayers > 1:  # whose number names of what one alone has are without
+            below.append(re.sub(r"\.\d+\.$", ".", start))
+        wrapped = [
+            f"{place}{name}{'.base_layer' * depth}"
+            for place in below
+            for name in dict.fromkeys(names)
+            for depth in range(2)
+        ]
         return [self.modules[name] for name in wrapped if name in self.modules]
 
     def _are_swapped(self, modules: Sequence[AdapterModule], first: tuple[int, int], last: tuple[int, int]) -> bool:
@@ -265,6 +297,7 @@ class _Mapped:
         self.used.add(module.name)
         if module.factors is not None or module.bias is not None:
             raise self._error(f"{module.name} has what only linear layers have")
+        self._pass_over_norm()
         a, b = torch.zeros(shape[0], 0), torch.zeros(0, shape[1])
         if module.embedding_a is not None and module.embedding_b is not None:
             a, b = module.embedding_a.float().T, module.embedding_b.float().T
@@ -280,7 +313,19 @@ class _Mapped:
             turned = self.base.get(self._head_name(f"{module.name}.weight")).float() + a @ b
             rows = turned * (module.magnitude.float().reshape(-1) / torch.linalg.norm(turned, dim=0))
             a, b = a[:, :0], b[:0]
+        if rows is not None and not spec.norms_given:
+            raise self._error(
+                f"{module.name} takes the embedding's place (modules_to_save, or DoRA), which this model norms; the "
+                "factors of plain LoRA are added to it"
+            )
         return EmbeddingDelta(a, b, rows)
+
+    def _pass_over_norm(self) -> None:
+        """Of embeddings, which transformers has in their module, so that peft saves the model's own beside factors."""
+        name = f"{self.layers.prefix}{self.layers.spec.names.embedding_norm}"
+        module = None if self.layers.spec.norms_given else self.modules.get(name)
+        if module is not None and module.weight is not None and self._is_copy(module.weight, f"{name}.weight"):
+            self.used.add(module.name)
 
     def _head(self, module: AdapterModule) -> LowRank:
         spec, place = self.layers.spec, self.layers.place
@@ -410,7 +455,8 @@ class _Mapped:
 
     def _own_name(self, name: str) -> str:
         """An adapter's name of a module as the model has it; the prefix may be another."""
-        return self.layers.spec.names.own(f"{self._with_prefix(name)}.weight").removesuffix(".weight")
+        inside = name.replace(".base_layer.", ".")  # of a module in the one that peft wraps
+        return self.layers.spec.names.own(f"{self._with_prefix(inside)}.weight").removesuffix(".weight")
 
     def _with_prefix(self, name: str) -> str:
         names, prefix = self.layers.spec.names, self.layers.prefix
@@ -419,20 +465,25 @@ class _Mapped:
         known = sorted((*names.prefixes, *(each.partition(".")[2] for each in names.prefixes)), key=len, reverse=True)
         return next((prefix + name.removeprefix(each) for each in known if name.startswith(each)), name)
 
-    def _matrices(self, start: str, linear: Linear, unpadded: Linear) -> list[_Matrix]:
-        """What the adapter has for a layer's matrices."""
+    def _matrices(self, start: str, linear: Linear, unpadded: Linear, source: str) -> list[_Matrix]:
+        """What the adapter has for a layer's matrices. source: as `start`, of the layer whose names the model's own
+        matrices have."""
         found, first = [], 0
         for (name, rows), (_, whole) in zip(linear.matrices, unpadded.matrices, strict=True):
             full, own = start + name, own_part(rows, self.layers.place)
-            place = self.places.get(f"{full}.weight")
-            module = self.modules.get(full if place is None else place.name.removesuffix(".weight"))
+            place, module = self.places.get(f"{full}.weight"), self._module(full)
             taken = size_of(rows) if own is None else own.stop - own.start
             if module is not None:
                 self.used.add(module.name)
                 shape = (size_of(whole) if place is None else place.num_stored, size_of(unpadded.columns))
-                found.append(_Matrix(full, module, place, first, shape, own))
+                found.append(_Matrix(source + name, module, place, first, shape, own))
             first += taken
         return found
+
+    def _module(self, full: str) -> AdapterModule | None:
+        """What the adapter has for a declared matrix, or for the tensor that its rows are stored in."""
+        place = self.places.get(f"{full}.weight")
+        return self.modules.get(full if place is None else place.name.removesuffix(".weight"))
 
     def _low_rank(self, linear: Linear, matrices: list[_Matrix]) -> LowRank:
         place, config = self.layers.place, self.adapter.config
@@ -446,7 +497,7 @@ class _Mapped:
         for each in matrices:
             module = each.module
             if module.weight is not None or module.embedding_a is not None:
-                raise self._error(f"{each.name} has a whole matrix in its place, which only {self._whole()} may have")
+                raise self._error(f"{module.name} has a whole matrix in its place, which only {self._whole()} may have")
             if module.factors is None:
                 continue
             first, second = self._factors(module, each.shape)
@@ -578,7 +629,7 @@ class _Matrix:
     """One of a layer's matrices that an adapter changes."""
 
     name: str
-    """As declared, without `.weight`."""
+    """As declared, without `.weight`; of what layers share, in the layer whose names it has."""
     module: AdapterModule
     place: StoredRows | None
     """Which of the module's rows are the matrix's; None: all."""
@@ -601,14 +652,15 @@ def _is_chosen(name: str, ends: Iterable[str]) -> bool:
 
 
 class _LayerParts(NamedTuple):
-    linears: list[tuple[Linear, Linear]]
+    linears: list[tuple[Linear, Linear, Tied | None]]
+    """Each with the same without padding, and how it is shared with another layer."""
     stacks: list[tuple[ExpertStack, ExpertStack]]
 
 
 def _parts_of_layer(layers: AdaptableLayers, padded: LayerSpec, whole: LayerSpec) -> _LayerParts:
     both = LayerDeclaration.of(layers.padded, padded), LayerDeclaration.of(layers.spec, whole)
-    linears, stacks = (zip(*map(of, both), strict=True) for of in (_linears, _stacks))
-    return _LayerParts(list(linears), list(stacks))
+    linears = [(one, other, tied) for (one, tied), (other, _) in zip(*map(_linears, both), strict=True)]
+    return _LayerParts(linears, list(zip(*map(_stacks, both), strict=True)))
 
 
 def _stacks(declaration: LayerDeclaration) -> Iterator[ExpertStack]:
@@ -650,14 +702,29 @@ def _of_even_rank(a: Tensor) -> Tensor:
     return torch.nn.functional.pad(a, (0, 0, 0, 1)) if a.shape[0] % 2 else a
 
 
-def _linears(declaration: LayerDeclaration) -> Iterator[Linear]:
-    """With the matrix that attention over compressed vectors multiplies with itself."""
+def _linears_at_ends(spec: ArchSpec) -> tuple[list[Linear], list[Linear]]:
+    """Of a model's beginning and of its end."""
+    names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width
+    first, last = list[Linear](), list[Linear]()
+    if (stream := spec.stream) is not None:
+        for found, declared in ((first, stream.declare_beginning(spec)), (last, stream.declare_end(spec))):
+            found += [each for each in declared.values() if isinstance(each, Linear)]
+    if width != hidden:
+        first.append(Linear(((names.project_in, hidden),), width))
+        last.append(Linear(((names.project_out, width),), hidden))
+    return first, last
+
+
+def _linears(declaration: LayerDeclaration) -> Iterator[tuple[Linear, Tied | None]]:
+    """With the matrix that attention over compressed vectors multiplies with itself; and what is shared with another
+    layer."""
     parts: list[Declared] = [*declaration.mixer.values(), *declaration.ffn.values(), *declaration.stream.values()]
     for each in parts:
-        if isinstance(each, Linear):
-            yield each
-        elif isinstance(each, AttendLatent):
-            yield Linear(((each.up, each.up_rows),), each.latent_dim)
+        tied, own = (each, each.declared) if isinstance(each, Tied) else (None, each)
+        if isinstance(own, Linear):
+            yield own, tied
+        elif isinstance(own, AttendLatent):
+            yield Linear(((own.up, own.up_rows),), own.latent_dim), tied
 
 
 def _own(tensor: Tensor, grown: GrownAxis | None, own: slice | None) -> Tensor:

@@ -276,6 +276,10 @@ class CpuWeights(CheckedWeights):
         found = self.adapter_tables[name] = EmbeddingTable(self.adapters.slots)
         return found
 
+    def with_own_deltas(self, held: CpuLinear, declared: Linear, source: str, prefix: str) -> CpuLinear:
+        """The matrices of the layer at `source`, in another one, with adapters of its own."""
+        return replace(held, deltas=self._deltas(prefix + declared.matrices[0][0], held.weights))
+
     def _deltas(self, name: str, weights: Sequence[PackedLinear]) -> CpuDeltas | None:
         if self.adapters is None:
             return None

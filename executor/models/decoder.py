@@ -177,7 +177,7 @@ class Decoder:
             self._send(hidden, delta)
             return hidden
         if self._stream is not None:
-            hidden = self._stream.end(hidden)
+            hidden = self._stream.end(hidden, inputs.adapters)
         if self._norm is not None:
             return self._norm(hidden, delta)[0]
         return hidden if delta is None else hidden + delta
@@ -185,27 +185,34 @@ class Decoder:
     def _embed(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The stream before the first layer, [num_tokens, hidden], and no delta."""
         assert self._embedding is not None, "the first stage has the embedding"
-        hidden = self._embedding(inputs.token_ids)
-        if inputs.adapters is not None and self._embedding_deltas is not None:
-            hidden = self._embedding_deltas.added(inputs.token_ids, hidden, inputs.adapters)
+        hidden, norms_first = self._embedding(inputs.token_ids), not self.spec.norms_given
+        if not norms_first:
+            hidden = self._adapted(inputs, hidden)
         if self._ngrams is not None:
             assert inputs.earlier_ids is not None, "the rank's batch has them"
             hidden = self._ngrams(inputs.token_ids, inputs.earlier_ids, hidden)
-        if self._embedding_norm is not None and not self.spec.norms_given:
-            hidden = self._embedding_norm(hidden)[0]
+        if norms_first:  # adapters add to what transformers' embedding layer returns
+            hidden = hidden if self._embedding_norm is None else self._embedding_norm(hidden)[0]
+            hidden = self._adapted(inputs, hidden)
         if inputs.given:
             put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:
-            hidden = self._project_in(hidden)
+            hidden = self._project_in(hidden, inputs.adapters)
         if self._positions is not None:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         if self._token_types is not None:
             hidden = hidden + self._token_types[0 if inputs.token_types is None else inputs.token_types]
-        if self._embedding_norm is not None and self.spec.norms_given:
+        if self._embedding_norm is not None and not norms_first:
             hidden = self._embedding_norm(hidden)[0]
         if self._stream is not None:
-            hidden = self._stream.begin(inputs.token_ids, hidden)
+            hidden = self._stream.begin(inputs.token_ids, hidden, inputs.adapters)
         return hidden, None
+
+    def _adapted(self, inputs: StepInputs, embedded: Tensor) -> Tensor:
+        """Embeddings with what the tokens' adapters add to them."""
+        if inputs.adapters is None or self._embedding_deltas is None:
+            return embedded
+        return self._embedding_deltas.added(inputs.token_ids, embedded, inputs.adapters)
 
     def _send(self, hidden: Tensor, delta: Tensor | None) -> None:
         """Sends to the next stage. A `Stream` is sent in parts of hidden_size columns, for which the link has room."""
@@ -227,15 +234,16 @@ class Decoder:
         return received[0], received[1] if count == 2 else None
 
     @torch.inference_mode()
-    def last_states(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden], rows of a result of `forward` -> [n, width]: what the head reads."""
-        return hidden if self._project_out is None else self._project_out(hidden)
+    def last_states(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        """hidden [n, hidden], rows of a result of `forward` -> [n, width]: what the head reads. adapters: of these
+        rows' tokens."""
+        return hidden if self._project_out is None else self._project_out(hidden, adapters)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied. adapters: of
         these rows' tokens."""
         assert self._head is not None, "the last stage has the head"
-        logits = self._head(self.last_states(hidden), adapters).float()
+        logits = self._head(self.last_states(hidden, adapters), adapters).float()
         cap = self.spec.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

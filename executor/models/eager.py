@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -199,8 +200,16 @@ class EagerWeights(CheckedWeights):
         """The version of `op` that the registry chooses for this model's device and dtype and these facts."""
         return self._choose(op, device=self.device, dtype=self.dtype, **facts)
 
-    def deltas(self, parts: Sequence[Part], columns: int, *, bias: bool) -> LinearDeltas | None:
-        """The adapters of a linear layer of these parts, columns and bias of this rank; None if there are none."""
+    def with_own_deltas(self, held: EagerLinear, declared: Linear, source: str, prefix: str) -> EagerLinear:
+        """A layer's matrices, which are those of the layer at `source`, with adapters of its own."""
+        parts, columns, bias = self.parts_of(declared, source)
+        own_columns = size_of(declared.columns) if columns is None else columns.stop - columns.start
+        deltas = self.deltas(parts, own_columns, bias=bias, name=prefix + declared.matrices[0][0])
+        return replace(held, deltas=deltas)
+
+    def deltas(self, parts: Sequence[Part], columns: int, *, bias: bool, name: str = "") -> LinearDeltas | None:
+        """The adapters of a linear layer of these parts, columns and bias of this rank; None if there are none. name:
+        of its table, if it is not that of the first part."""
         if self.adapters is None:
             return None
         own = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
@@ -213,7 +222,7 @@ class EagerWeights(CheckedWeights):
             deltas = slotted
         else:
             deltas = self.kernel("low_rank")(*given)
-        self.adapter_tables[parts[0].name] = deltas
+        self.adapter_tables[name or parts[0].name] = deltas
         return deltas
 
     @property
@@ -418,11 +427,20 @@ class EagerAttend:
         return Rotation(cos, sin, query_norm=query_norm.weight, key_norm=key_norm.weight, eps=query_norm.eps)
 
 
+class AdaptedRows(NamedTuple):
+    """The tokens of a step whose adapters change an up-projection."""
+
+    rows: np.ndarray
+    deltas: TorchLatentDeltas
+    adapters: TokenAdapters
+
+    def within(self, tokens: slice) -> np.ndarray:
+        """Those among these tokens."""
+        return self.rows[(self.rows >= tokens.start) & (self.rows < tokens.stop)]
+
+
 class EagerLatent:
     """An `AttendLatent` with its up-projection and its kernels."""
-
-    takes_adapters = True
-    """Whether adapters may change the up-projection."""
 
     def __init__(self, weights: EagerWeights, declared: blocks.AttendLatent, prefix: str) -> None:
         self._declared, self._num_heads = declared, declared.num_heads // weights.place.tp_size
@@ -433,7 +451,7 @@ class EagerLatent:
         self._up = LatentUp(keys.contiguous(), values.transpose(1, 2).contiguous())
         weights.nbytes += stacked.nbytes
         self._deltas: TorchLatentDeltas | None = None
-        if weights.adapters is not None and weights.adapts_all and self.takes_adapters:
+        if weights.adapters is not None and weights.adapts_all:
             sizes = declared.nope_dim, declared.value_dim
             self._deltas = TorchLatentDeltas(weights.adapters.slots, *sizes, weights.device)
             weights.adapter_tables[name] = self._deltas
@@ -457,10 +475,15 @@ class EagerLatent:
         self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
         given = query, self._up, cache.keys, step.batch, self._params, cache.scales
         attended: Tensor = self._attend(*given)
-        adapters, deltas = step.adapters, self._deltas
-        if adapters is not None and deltas is not None and len(rows := deltas.rows(adapters)):
-            attended[rows] = deltas.attention(*given, adapters)[rows]
+        if (adapted := self._adapted(step)) is not None:
+            attended[adapted.rows] = adapted.deltas.attention(*given, adapted.adapters)[adapted.rows]
         return attended.reshape(len(query), -1)
+
+    def _adapted(self, step: SharedInputs) -> AdaptedRows | None:
+        """None if no adapter of the step's tokens changes the up-projection."""
+        if step.adapters is None or self._deltas is None or not len(rows := self._deltas.rows(step.adapters)):
+            return None
+        return AdaptedRows(rows, self._deltas, step.adapters)
 
     def rotated(self, query: Tensor, latent: Tensor, step: SharedInputs) -> tuple[Tensor, Tensor]:
         """[num_tokens, heads, nope_dim + rope_dim] and, for the cache, [num_tokens, 1, latent_dim + rope_dim]; the

@@ -145,7 +145,9 @@ class EagerHashedExperts(EagerExperts):
         self._routing = declared.routing
 
     def __call__(self, x: Tensor, logits: Tensor, *values: Any) -> Tensor:
-        """values: expert_ids [num_tokens, num_chosen] int32"""
+        """values: expert_ids [num_tokens, num_chosen] int32, then the step's inputs and the cache"""
+        expert_ids, step, _ = values
+        assert isinstance(step, SharedInputs)
         scores = scores_of(logits.float(), self._routing.scoring)
-        shares = shares_of(scores, values[0], self._routing.scale)
-        return self._computed(x, values[0], shares, None, None)
+        shares = shares_of(scores, expert_ids, self._routing.scale)
+        return self._computed(x, expert_ids, shares, step.replica_keys, step.adapters)

@@ -17,6 +17,7 @@ from headrace.kernels.reference.rotary_cache import LayerCache
 from headrace.kernels.reference.sparse import (
     attend_blocks,
     attend_chosen,
+    attend_chosen_adapted,
     choose_blocks,
     choose_keys,
     choose_means,
@@ -29,8 +30,6 @@ CHOSEN = "chosen keys"
 
 class EagerChosen(EagerLatent):
     """An `AttendChosen` with its kernels."""
-
-    takes_adapters = False
 
     def __init__(self, weights: EagerWeights, declared: AttendChosen, prefix: str) -> None:
         super().__init__(weights, declared, prefix)
@@ -57,9 +56,12 @@ class EagerChosen(EagerLatent):
         long = [seq for seq, length in enumerate(batch.context_lens) if length > self._most_dense]
         dense = without_sequences(batch, long) if long else batch
         padded = functional.pad(query, (0, self._index_size))
-        out = torch.empty(0)
+        out, adapted = torch.empty(0), self._adapted(step)
         if self._most_dense and len(long) < len(batch.context_lens):
-            out = self._attend(padded, self._up, cache.keys, dense, self._params, cache.scales)
+            read = padded, self._up, cache.keys, dense, self._params, cache.scales
+            out = self._attend(*read)
+            if adapted is not None:
+                out[adapted.rows] = adapted.deltas.attention(*read, adapted.adapters)[adapted.rows]
         else:
             out = query.new_zeros(*query.shape[:2], self._own.value_dim)
         choices: dict[int, Tensor] = {} if index else step.memo[CHOSEN]
@@ -71,6 +73,9 @@ class EagerChosen(EagerLatent):
                 choices[seq] = self._choose(queries[tokens], weights[tokens], context[:, width:])
             given = context[:, :width], choices[seq], self._params.scale, self._sinks
             out[tokens] = attend_chosen(query[tokens], self._up, *given)
+            if adapted is not None and len(rows := adapted.within(tokens)):
+                others = adapted.deltas, adapted.adapters.of(tokens)
+                out[rows] = attend_chosen_adapted(query[tokens], self._up, *given, *others)[rows - tokens.start]
         step.memo[CHOSEN] = choices
         return out.reshape(len(query), -1)
 

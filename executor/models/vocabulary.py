@@ -127,13 +127,14 @@ class EagerStream:
         if weights.place.is_last_stage:
             self._end = {key: weights.read(each, prefix) for key, each in stream.declare_end(spec).items()}
 
-    def begin(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """token_ids [num_tokens] int64, embedded [num_tokens, hidden] -> the stream"""
+    def begin(self, token_ids: Tensor, embedded: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """token_ids [num_tokens] int64, embedded [num_tokens, hidden], adapters of these tokens -> the stream"""
         inputs = None if self._table is None else self._table(token_ids * (token_ids < self._table_size))
-        result: Tensor = self._stream.begin(EagerOps(self._place), self._beginning, embedded, inputs)
+        ops = EagerOps(self._place, adapters=adapters)
+        result: Tensor = self._stream.begin(ops, self._beginning, embedded, inputs)
         return result
 
-    def end(self, stream: Tensor) -> Tensor:
-        """stream [num_tokens, ...] -> [num_tokens, hidden]"""
-        result: Tensor = self._stream.end(EagerOps(self._place), self._end, stream)
+    def end(self, stream: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """stream [num_tokens, ...], adapters of these tokens -> [num_tokens, hidden]"""
+        result: Tensor = self._stream.end(EagerOps(self._place, adapters=adapters), self._end, stream)
         return result

@@ -188,7 +188,7 @@ class HiddenStateModel(Protocol):
 
 
 class PoolableModel(HiddenStateModel, Protocol):
-    def last_states(self, hidden: Tensor) -> Tensor:
+    def last_states(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """hidden: [n, hidden_size] -> [n, width], what the head reads."""
 
     def logits(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
@@ -217,5 +217,6 @@ def step_in_two(model: PoolableModel, inputs: StepInputs, kv_cache: Any) -> Step
     indices = inputs.pooled_indices
     pooled = None
     if indices is not None and len(indices):
-        pooled = model.last_states(hidden[indices]).float().cpu().numpy()
+        own = None if adapters is None else adapters.of(indices.cpu().numpy())
+        pooled = model.last_states(hidden[indices], own).float().cpu().numpy()
     return StepLogits(sampled, logits_at, pooled=pooled)

@@ -126,14 +126,22 @@ class TorchLatentDeltas:
         adapters: AdaptedTokens,
     ) -> Tensor:
         """As `latent_attention`, of all tokens with their adapters."""
+        attended = paged_attention(self.absorbed(query, up, adapters), cache, cache, batch, params, scales)
+        return self.projected(attended, up, adapters)
+
+    def absorbed(self, query: Tensor, up: LatentUp, adapters: AdaptedTokens) -> Tensor:
+        """As `absorb`."""
         nope_dim, latent_dim = up.keys.shape[1:]
-        absorbed = absorb(query, up)
+        found = absorb(query, up)
         for rows, scale, held in self._held(adapters):
             low = torch.einsum("nhd,hdr->nhr", query[rows][..., :nope_dim].float(), held.keys)
-            added = absorbed[rows][..., :latent_dim].float() + scale * (low @ held.a)
-            absorbed[rows, :, :latent_dim] = added.to(absorbed.dtype)
-        attended = paged_attention(absorbed, cache, cache, batch, params, scales)
-        out = project_values(attended, up)
+            added = found[rows][..., :latent_dim].float() + scale * (low @ held.a)
+            found[rows, :, :latent_dim] = added.to(found.dtype)
+        return found
+
+    def projected(self, attended: Tensor, up: LatentUp, adapters: AdaptedTokens) -> Tensor:
+        """As `project_values`."""
+        latent_dim, out = up.keys.shape[2], project_values(attended, up)
         for rows, scale, held in self._held(adapters):
             low = attended[rows][..., :latent_dim].float() @ held.a.T
             added = out[rows].float() + scale * torch.einsum("nhr,hvr->nhv", low, held.values)

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.low_rank import AdaptedTokens
 from headrace.kernels.reference.attention import QUERY_TILE_TOKENS
 from headrace.kernels.reference.compressed import compress
-from headrace.kernels.reference.latent import LatentUp, absorb, project_values
+from headrace.kernels.reference.latent import LatentUp, TorchLatentDeltas, absorb, project_values
 
 
 def choose_keys(queries: Tensor, weights: Tensor, keys: Tensor, num_chosen: int) -> Tensor:
@@ -90,18 +91,38 @@ def attend_chosen(
     """Attention of a sequence's last tokens. query [num_tokens, num_heads, nope_dim + rope_dim], the last dimensions
     rotated; context [length, latent_dim + rope_dim]; chosen [num_tokens, length] bool; sinks [num_heads] float32, as of
     `AttentionParams` -> [num_tokens, num_heads, value_dim]"""
+    return project_values(_attended(absorb(query, up), context, chosen, scale, sinks), up)
+
+
+def attend_chosen_adapted(
+    query: Tensor,
+    up: LatentUp,
+    context: Tensor,
+    chosen: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    deltas: TorchLatentDeltas,
+    adapters: AdaptedTokens,
+) -> Tensor:
+    """As `attend_chosen`, of all tokens with their adapters."""
+    attended = _attended(deltas.absorbed(query, up, adapters), context, chosen, scale, sinks)
+    return deltas.projected(attended, up, adapters)
+
+
+def _attended(queries: Tensor, context: Tensor, chosen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """queries [num_tokens, num_heads, latent_dim + rope_dim] -> as queries"""
     parts = []
-    for first in range(0, len(query), QUERY_TILE_TOKENS):
+    for first in range(0, len(queries), QUERY_TILE_TOKENS):
         tile = slice(first, first + QUERY_TILE_TOKENS)
         visible, read = chosen[tile], context
         if len(visible) == 1:
             read, visible = context[visible[0]], visible[:, visible[0]]
-        scores = torch.einsum("thd,kd->thk", absorb(query[tile], up), read).float() * scale
+        scores = torch.einsum("thd,kd->thk", queries[tile], read).float() * scale
         scores.masked_fill_(~visible[:, None], -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None].expand(len(scores), -1, 1)], dim=-1)
         shares = scores.softmax(-1)[..., : len(read)].to(read.dtype)
-        parts.append(project_values(torch.einsum("thk,kd->thd", shares, read), up))
+        parts.append(torch.einsum("thk,kd->thd", shares, read))
     return torch.cat(parts)
 
 

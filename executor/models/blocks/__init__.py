@@ -285,6 +285,11 @@ class ExpertStack(Declared):
     factors: Declared | None = None
     """Multiplies each expert's share of a result: a `Vector`, or what is read as one."""
 
+    @property
+    def num_unread(self) -> int:
+        """Experts behind these that compute nothing, whose rows of the gates' and ups' tensor no one reads."""
+        return 0
+
     def weights(self) -> Iterator[Weight]:
         if self.factors is not None:
             yield from self.factors.weights()

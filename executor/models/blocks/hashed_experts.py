@@ -29,7 +29,7 @@ class HashTable(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class HashedExperts(ExpertStack):
-    """compute(x, logits, expert_ids): as `Ops.experts`, of these experts."""
+    """mix(x, logits, expert_ids): as `Ops.experts`, of these experts."""
 
     eager_reader = "headrace.executor.models.eager_compressed:EagerHashedExperts"
     program_reader = ""
@@ -52,7 +52,7 @@ class ExpertsByToken(Experts):
         return found
 
     def routed(self, ops: Any, held: Held, x: Any, logits: Any) -> Any:
-        return ops.compute(held["experts"], x, logits, ops.mix(held["table"]))
+        return ops.mix(held["experts"], x, logits, ops.mix(held["table"]))
 
     def problem(self) -> str:
         if self.shared_gate or not self.routing.renormalise:

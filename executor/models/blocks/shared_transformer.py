@@ -33,7 +33,7 @@ AT = "shared_transformer"
 @dataclass(frozen=True)
 class Tied(Declared):
     """What a layer shares with an earlier one, under whose names the checkpoint has it. Layers of a rank that share it
-    hold it once."""
+    hold it once; adapters of each are its own."""
 
     eager_reader = program_reader = "headrace.executor.models.blocks.shared_transformer:read_tied"
 
@@ -45,6 +45,10 @@ class Tied(Declared):
 
     def weights(self) -> Iterator[Weight]:
         return self.declared.weights() if self.layer == self.source else iter(())
+
+    def source_of(self, prefix: str) -> str:
+        """prefix: of this layer's names -> of those under which the checkpoint has what is shared"""
+        return prefix.removesuffix(self.layer) + self.source
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,13 @@ class Halves(WithoutWeights, Declared):
 
 
 def read_tied(weights: Any, declared: Tied, prefix: str) -> Any:
-    key = prefix.removesuffix(declared.layer) + declared.source, declared.declared
-    if key not in weights.tied:
-        weights.tied[key] = weights.read(declared.declared, key[0])
-    return weights.tied[key]
+    source, shared = declared.source_of(prefix), declared.declared
+    if (source, shared) not in weights.tied:
+        weights.tied[source, shared] = weights.read(shared, source)
+    held = weights.tied[source, shared]
+    if isinstance(shared, Linear) and source != prefix:
+        return weights.with_own_deltas(held, shared, source, prefix)
+    return held
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ class ExpertsAndIdle(ExpertStack):
 
     num_idle: int
 
+    @property
+    def num_unread(self) -> int:
+        return self.num_idle
+
 
 @dataclass(frozen=True)
 class Shortcut(WithoutWeights, Declared):

@@ -52,7 +52,12 @@ def build(config: Config) -> ArchSpec:
         fused=() if mixer.problem() else (*_fused(mixer), *SharedTransformer.fused(inner, len(hybrid))),
     )
     transformers = max(1, integer(config, "num_mem_blocks", 1))
-    copies = tuple(rf"\.{index}\.shared_transformer\." for index in hybrid[transformers:])
+    copies = [rf"\.{index}\.shared_transformer\." for index in hybrid[transformers:]]
+    for place, index in enumerate(
+        hybrid[:transformers]
+    ):  # whose adapters of other layers have these layers' names, too
+        others = "|".join(map(str, range(place + transformers, len(hybrid), transformers)))
+        copies += [rf"\.{index}\.shared_transformer\..*_adapter_list\.({others})\."] if others else []
     shared = SharedTransformer(
         attention,
         replace(mixer, at="mamba_decoder.mamba"),
