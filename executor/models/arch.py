@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 StateType = Literal["float32", "float16", "bfloat16"]
 STATE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})
 """Bytes of an element of each type of states."""
+INCONSISTENT = " is inconsistent: "
+"""In messages, before what a spec's checks say."""
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Placement = Literal["pre", "sandwich", "ffn_sandwich", "output", "parallel", "post", "normed", "none"]
 
@@ -458,7 +460,7 @@ class ArchSpec:
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
-            raise ModelError(f"the config of this {self.architecture} is inconsistent: {message}")
+            raise ModelError(f"the config of this {self.architecture}{INCONSISTENT}{message}")
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

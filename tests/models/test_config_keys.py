@@ -537,3 +537,52 @@ def test_keys_that_say_what_is_computed_anyway_are_taken(
 ) -> None:
     spec_from_config(configs()[name] | more, warns=True)
     assert "nothing reads them" not in caplog.text
+
+
+BLAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("laguna", {"head_dim": 0}, r"; the config's head_dim is 0$"),
+    ("llama", {"num_hidden_layers": 0}, r"; the config's num_hidden_layers is 0$"),
+    ("llama", {"num_key_value_heads": 0}, r"got 0; the config's num_key_value_heads is 0$"),
+    ("llama", {"max_position_embeddings": 0}, r"got 0; the config's max_position_embeddings is 0$"),
+    ("opt", {"hidden_size": 0}, r"; the config's hidden_size is 0$"),
+    ("opt", {"ffn_dim": 0}, r"intermediate_size must be at least 1, got 0; the config's ffn_dim is 0$"),
+    ("mistral_window", {"sliding_window": 0}, r"a sliding window of 0; .*; the config's sliding_window is 0$"),
+    ("mamba2", {"n_groups": 0}, r"groups must be at least 1, got 0; the config's n_groups is 0$"),
+    ("mamba2", {"conv_kernel": 0}, r"; the config's conv_kernel is 0$"),
+    ("nemotron_h", {"ssm_state_size": 0}, r"; the config's ssm_state_size is 0$"),
+    ("deepseek_v3_moe", {"kv_lora_rank": 0}, r"; the config's kv_lora_rank is 0$"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, r"0 of 5 experts .*; the config's .*num_experts_per_tok is 0"),
+    (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 9},
+        r"9 of 4 experts .*; the config's num_experts_per_tok is 9 and num_experts is 4$",
+    ),
+    (
+        "deepseek_v3_moe",
+        {"n_group": 3},
+        r"8 experts cannot stand in 3 groups; the config's n_routed_experts is 8 and n_group is 3$",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 0}, "full_attention": {"rope_theta": 1e4}}},
+        r"rope theta must be above 1, got 0.0; the config's rope_parameters.sliding_attention.rope_theta is 0$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), BLAMED)
+def test_fields_that_a_check_of_sizes_is_about_are_named_with_their_values(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(configs()[name] | changes)
+
+
+def test_fields_that_are_not_to_blame_are_not_named() -> None:
+    with pytest.raises(ModelError) as refusal:
+        spec_from_config(configs()["llama"] | {"num_hidden_layers": 0, "bos_token_id": 0, "attention_dropout": 0.0})
+    assert str(refusal.value).endswith("there must be at least one layer; the config's num_hidden_layers is 0")
+    with pytest.raises(ModelError) as named:
+        spec_from_config(configs()["llama"] | {"hidden_act": "cubic", "bos_token_id": 0})
+    assert "the config's hidden_act is 'cubic'; supported are" in str(named.value)
+    assert "is 0" not in str(named.value)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.arch import INCONSISTENT, ArchSpec
 from headrace.executor.models.config import Config
 from headrace.executor.models.families._defaults import defaults_of
 from headrace.executor.models.families._lacking import LACKING
@@ -51,6 +53,14 @@ CLASSIFIERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Ends of the names of decoders with a classifier, and of which tokens it is."""
+
+
+STAND_INS = (1, 64)
+"""Values of fields whose own is to blame, perhaps; the second is divided by the number of heads."""
+MOST_BLAMED = 64
+"""Fields of a config that is wrong that are looked at for its cause: for each the config is read again."""
+MOST_SECTIONS = 3
+"""Depth of sections in which they are looked for."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +145,72 @@ def spec_from_config(config: Mapping[str, Any], warns: bool = False) -> ArchSpec
     nothing reads; an engine reads its config in several places, and one of them says so.
 
     Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
-    or the numbers are inconsistent.
+    or the numbers are inconsistent. The fields that are to blame are named, with their values.
     """
+    try:
+        return _spec_from_config(config, warns)
+    except (NotNativeError, UnknownArchitectureError):
+        raise
+    except ModelError as error:
+        if not (causes := _fields_to_blame(config, error)):
+            raise
+        raise ModelError(f"{error}; the config's {' and '.join(causes)}", hint=error.hint) from error
+
+
+def _fields_to_blame(config: Mapping[str, Any], error: ModelError) -> list[str]:
+    """Fields that a message does not name and that are behind it, with their values: a check of sizes says what is
+    wrong with these, and not from which of a family's fields they come. Those are fields of 0 or less with which
+    another value does away with the message, and for what a spec calls inconsistent those of its numbers that another
+    value changes."""
+    found, message = list[str](), str(error)
+    said = set(map(int, re.findall(r"\d{1,18}", message.partition(INCONSISTENT)[2])))
+    for path, value in itertools.islice(_suspects(config, said), MOST_BLAMED):
+        if _names(message, path[-1]):
+            continue
+        others = [_refusal(_changed(config, path, each)) for each in STAND_INS]
+        if value > 0:
+            is_cause = any(each != message and _without_numbers(each) == _without_numbers(message) for each in others)
+        else:
+            is_cause = any(each != message and not _names(each, path[-1]) for each in others)
+        if is_cause:
+            found.append(f"{printable('.'.join(path))} is {value}")
+    return found
+
+
+def _suspects(
+    config: Mapping[str, Any], said: Container[float], within: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Paths and values of the numbers in a config and its sections that are at most 0, or said."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and len(within) < MOST_SECTIONS:
+            yield from _suspects(value, said, (*within, key))
+        elif type(value) in (int, float) and (value <= 0 or value in said):
+            yield (*within, key), value
+
+
+def _changed(config: Mapping[str, Any], path: tuple[str, ...], value: int) -> dict[str, Any]:
+    key, *rest = path
+    return {**config, key: _changed(config[key], tuple(rest), value) if rest else value}
+
+
+def _refusal(config: Mapping[str, Any]) -> str:
+    """Empty for a config that is read."""
+    try:
+        _spec_from_config(config, warns=False)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _names(message: str, key: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", message) is not None
+
+
+def _without_numbers(message: str) -> str:
+    return re.sub(r"\d+", "", message)
+
+
+def _spec_from_config(config: Mapping[str, Any], warns: bool) -> ArchSpec:
     named = causal_architecture(config) or named_architecture(config)
     family = _family(named)
     try:
