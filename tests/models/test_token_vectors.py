@@ -19,12 +19,13 @@ from server_here import serving_here
 from test_embed import as_sentence_folder
 from thinned import every
 from tiny_encoders import make_pair_tokenizer, save_encoder
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from headrace import LLM, InvalidRequestError, ModelError, OptionError, PoolingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.models.families import CLASSIFIERS, causal_architecture, has_no_head
 from headrace.executor.models.implementations import find_model
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
@@ -368,6 +369,35 @@ def test_process_rewards_are_of_the_tokens_that_end_steps(tmp_path: Path) -> Non
         assert (output.outputs.data - logits[[2, 5, 6]][:, [1]]).abs().max() < 1e-4
     with pytest.raises(OptionError, match="this classifier has 3 of each token"):
         LLM(str(tmp_path), in_process=True, pooler_config={**pooler, "returned_token_ids": [7]}, **given)
+
+
+@pytest.mark.parametrize(("end", "labels"), [("ForRewardModel", 1), ("ForProcessRewardModel", 2)])
+def test_reward_models_have_a_head_of_two_layers(tmp_path: Path, end: str, labels: int) -> None:
+    """As Qwen2.5-Math-RM and -PRM are published."""
+    model = tiny_models.build("qwen2").eval()
+    width, prompt = model.config.hidden_size, [5, 6, 9, 7, 8]
+    torch.manual_seed(3)
+    head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, labels)).eval()
+    weights = {f"score.{name}": value for name, value in head.state_dict().items()}
+    weights |= {name: value for name, value in model.state_dict().items() if not name.startswith("lm_head")}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "architectures": [f"Qwen2{end}"], "num_labels": labels}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        wanted = head(model.model(input_ids=torch.tensor([prompt])).last_hidden_state)[0]
+    with LLM(str(tmp_path), in_process=True, skip_tokenizer_init=True, **ENGINE) as llm:
+        (output,) = llm.reward([prompt], pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+        assert (output.outputs.data - wanted).abs().max() < 1e-4
+        (output,) = llm.reward([prompt], use_tqdm=False)
+        wanted = wanted.softmax(-1) if labels > 1 else wanted.sigmoid()
+        assert (output.outputs.data - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("end", [*CLASSIFIERS, "Model"])
+def test_every_kind_of_head_is_of_the_model_that_generates(end: str) -> None:
+    config = {"architectures": [f"InternLM2{end}"]}
+    assert causal_architecture(config) == "InternLM2ForCausalLM"
+    assert has_no_head(config)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def causal_architecture(config: Mapping[str, Any]) -> str | None:
     """Where the config names a model without a head (`Qwen3Model`) or with a classifier, which pools: the architecture
     that generates, which has the same layers, if a family has it. None for all others."""
     named = named_architecture(config) if config.get("architectures") else ""
-    end = next((end for end in ("Model", *CLASSIFIERS) if named.endswith(end)), "")
+    end = next((end for end in (*CLASSIFIERS, "Model") if named.endswith(end)), "")
     if not end or _is_known(named):
         return None
     kinds = ("ForConditionalGeneration", "ForCausalLM") if config.get("text_config") else ("ForCausalLM",)
@@ -288,7 +288,7 @@ def has_no_head(config: Mapping[str, Any]) -> bool:
     """Whether the config names a model without a head, or with a classifier, of one that generates: of a family, or
     of transformers' code."""
     named = named_architecture(config) if config.get("architectures") else ""
-    is_bare = named.endswith("Model") and not named.endswith("HeadModel") and not _is_known(named)
+    is_bare = named.endswith("Model") and not named.endswith(("HeadModel", *CLASSIFIERS)) and not _is_known(named)
     return is_bare or causal_architecture(config) is not None
 
 
