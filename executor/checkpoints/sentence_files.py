@@ -220,6 +220,17 @@ def most_of_tokenizer(folder: Path) -> int | None:
     return _length(_object(folder / "tokenizer_config.json").get("model_max_length"))
 
 
+def tells_texts_apart(folder: Path) -> bool:
+    """Whether the tokenizer gives the model token types, which tell the second text of a pair from the first. Without
+    the setting its class decides: all that encoders with token types have do, but for the general one. Raises
+    ModelError."""
+    settings = _object(folder / "tokenizer_config.json")
+    named = settings.get("model_input_names")
+    if isinstance(named, list):
+        return "token_type_ids" in named
+    return settings.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
 def _length(value: object) -> int | None:
     """A tokenizer's model_max_length, which is a number without end where it has none."""
     return int(value) if is_size(value) else None  # type: ignore[call-overload]

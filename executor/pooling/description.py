@@ -19,7 +19,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.sentence_files import most_of_tokenizer
+from headrace.executor.checkpoints.sentence_files import most_of_tokenizer, tells_texts_apart
 from headrace.executor.checkpoints.sentence_folder import (
     SentenceFolder,
     class_activation,
@@ -156,7 +156,7 @@ def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceF
             reads_all=of_tokens or reads_all(classifier.tokens),
             lower_case=folder is not None and folder.lower_case,
             labels=_labels(checkpoint.config, classifier.num_labels),
-            has_token_types=spec.token_types > 1,
+            has_token_types=_has_token_types(checkpoint, spec),
             prompts={} if folder is None else folder.prompts,
             default_prompt=None if folder is None else folder.default_prompt,
             step_tag_id=config.step_tag_id,
@@ -184,6 +184,13 @@ def _most_tokens(checkpoint: Checkpoint, folder: SentenceFolder | None, spec: Ar
     if spec.is_causal or checkpoint.gguf is not None:
         return None
     return most_of_tokenizer(checkpoint.config_folder or checkpoint.path)
+
+
+def _has_token_types(checkpoint: Checkpoint, spec: ArchSpec) -> bool:
+    """Whether the second text of a pair has a token type of its own."""
+    if spec.token_types <= 1 or checkpoint.gguf is not None:
+        return spec.token_types > 1
+    return tells_texts_apart(checkpoint.config_folder or checkpoint.path)
 
 
 def _class_activation(config: dict[str, Any], folder: SentenceFolder | None, num_labels: int) -> str:
@@ -267,7 +274,7 @@ def _embedding(
         activate=activate,
         reads_all=needs_all,
         lower_case=folder is not None and folder.lower_case,
-        has_token_types=spec.token_types > 1,
+        has_token_types=_has_token_types(checkpoint, spec),
         prompts={} if folder is None else folder.prompts,
         default_prompt=None if folder is None else folder.default_prompt,
         similarity="cosine" if folder is None else folder.similarity,
@@ -357,7 +364,7 @@ def _over_vocabulary(
         activate=config.use_activation is not False,
         reads_all=True,
         lower_case=folder is not None and folder.lower_case,
-        has_token_types=spec.token_types > 1,
+        has_token_types=_has_token_types(checkpoint, spec),
         prompts={} if folder is None else folder.prompts,
         default_prompt=None if folder is None else folder.default_prompt,
         similarity="dot",

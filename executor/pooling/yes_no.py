@@ -61,7 +61,7 @@ KNOWN: Mapping[str, YesNo] = {
     "mxbai-rerank-base-v2": YesNo(("1", "0"), MXBAI),
     "mxbai-rerank-large-v2": YesNo(("1", "0"), MXBAI),
 }
-"""By a part of the model's name, in lower case: their configs are those of models that generate."""
+"""By a part of the model's name, in lower case, where the config is that of a model that generates."""
 
 
 def yes_no_of(names: tuple[str, ...], config: Mapping[str, Any]) -> YesNo | None:
@@ -69,7 +69,9 @@ def yes_no_of(names: tuple[str, ...], config: Mapping[str, Any]) -> YesNo | None
     yes, or the one for yes) and is_original_qwen3_reranker; else what is known by one of the model's names. Raises
     ModelError."""
     given = config.get("classifier_from_token")
-    known = next((found for part, found in KNOWN.items() if any(part in name.lower() for name in names)), None)
+    known = None
+    if not _classifies(config):  # as a copy with a classifier, which has the name of the original one
+        known = next((found for part, found in KNOWN.items() if any(part in name.lower() for name in names)), None)
     if given is None:
         return YesNo(("yes", "no"), QWEN3) if config.get("is_original_qwen3_reranker") else known
     if not (isinstance(given, list) and len(given) in (1, 2) and all(isinstance(each, str) for each in given)):
@@ -79,6 +81,11 @@ def yes_no_of(names: tuple[str, ...], config: Mapping[str, Any]) -> YesNo | None
         )
     own = known.pair_format if known is not None else None
     return YesNo(tuple(reversed(given)), QWEN3 if config.get("is_original_qwen3_reranker") else own)
+
+
+def _classifies(config: Mapping[str, Any]) -> bool:
+    named = config.get("architectures")
+    return isinstance(named, list) and any(str(each).endswith("ForSequenceClassification") for each in named)
 
 
 def classifier_of(found: YesNo, heads: tuple[str, ...], vocab_size: int, width: int) -> Classifier:

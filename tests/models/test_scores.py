@@ -44,7 +44,7 @@ def expected(folder: Path, pairs: list[tuple[str, str]], **how: Any) -> list[flo
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for pair in pairs:
-        encoded = tokenizer(*pair, return_tensors="pt", return_token_type_ids=True, **how)
+        encoded = tokenizer(*pair, return_tensors="pt", **how)
         with torch.inference_mode():
             found.append(float(model(**encoded).logits.sigmoid()))
     return found
@@ -72,6 +72,34 @@ def test_a_cross_encoder_scores_pairs_as_its_tokenizer_joins_them(name: str, req
             llm.score(["a", "b"], DOCUMENTS, use_tqdm=False)
         with pytest.raises(InvalidRequestError, match=r"data_2 must be a text or a list of at least one, not \[\]"):
             llm.score("a", [], use_tqdm=False)
+
+
+@pytest.mark.parametrize("said", [{"model_input_names": ["input_ids", "attention_mask"]}, {}])
+def test_a_tokenizer_may_not_tell_two_texts_apart(bert: Path, tmp_path: Path, said: dict[str, Any]) -> None:
+    """By its settings, or as the general class of tokenizers."""
+    folder = Path(shutil.copytree(bert, tmp_path / "bert"))
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["model_input_names"]
+    file.write_text(json.dumps(settings | said))
+    wanted = expected(folder, [(QUERY, each) for each in DOCUMENTS])
+    assert wanted != pytest.approx(expected(bert, [(QUERY, each) for each in DOCUMENTS]), abs=1e-3)
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        found = [output.outputs.score for output in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_copy_with_a_classifier_has_no_template_of_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-Reranker-0.6B-seq-cls"
+    config = tiny_models.build("qwen3").config.__class__(
+        **{**tiny_models.build("qwen3").config.to_dict(), "num_labels": 1}
+    )
+    transformers.Qwen3ForSequenceClassification(config).eval().save_pretrained(folder)
+    make_pair_tokenizer(folder, "<s>", ("</s>", "</s>"), "</s>")
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        (output,) = llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        assert output.prompt_token_ids == tokenizer(QUERY, DOCUMENTS[0]).input_ids
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -176,7 +204,7 @@ def of_texts(folder: Path, texts: list[str], **how: Any) -> list[float]:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        found = [model(**tokenizer(text, return_tensors="pt", return_token_type_ids=True, **how)) for text in texts]
+        found = [model(**tokenizer(text, return_tensors="pt", **how)) for text in texts]
     return [float(each.logits.sigmoid()) for each in found]
 
 

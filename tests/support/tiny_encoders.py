@@ -123,7 +123,9 @@ def make_pair_tokenizer(
         pair=joined,
         special_tokens=[(each, vocab[each]) for each in dict.fromkeys((begin, *between, end))],
     )
+    names = ["input_ids", *(["token_type_ids"] if second else []), "attention_mask"]
     made = transformers.PreTrainedTokenizerFast(
+        model_input_names=names,
         tokenizer_object=tokenizer, cls_token=begin, sep_token=end, pad_token="<pad>", unk_token="<unk>",
         additional_special_tokens=[word for word in words if word.startswith("<|")],
     )  # fmt: skip
