@@ -118,7 +118,7 @@ class CpuRank(ModelRank):
             weights_bytes=model.weight_bytes,
             # The program's buffers are float32, except the inputs of bf16 weights.
             activation_bytes=activation_bytes(
-                model.spec, plan, DTYPES[plan.dtype].itemsize if reason else 4, self._place
+                model.spec, plan, DTYPES[plan.dtype].itemsize if reason else 4, self._place, gathers=bool(reason)
             ),
         )
 

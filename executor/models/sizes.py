@@ -203,32 +203,30 @@ def _work_of_layer(spec: ArchSpec, layer: LayerSpec) -> _LayerWork:
     )
 
 
-def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankCoordinates = SINGLE) -> int:
+def activation_bytes(
+    spec: ArchSpec, plan: Plan, itemsize: int, place: RankCoordinates = SINGLE, *, gathers: bool = True
+) -> int:
     """Upper bound, in bytes, of the memory that a step of max_num_batched_tokens needs on one rank besides weights and
     cache.
 
     It is the sum of one layer's tensors (residual, normed input, contribution, and its blocks' intermediates), the keys
     and values that attention gathers, the logits of every row, and this rank's share of the ranks' shared memory.
+    gathers: False: attention reads the cache where it is.
     """
     spec = spec.for_ranks(place.tp_size)
     mixers = max(mixer.values_per_token(place.tp_size) for mixer in spec.mixers)
     ffns = max(ffn.values_per_token(place.tp_size) for ffn in {layer.ffn for layer in spec.layers})
     stream = 3 * spec.hidden_size if spec.stream is None else spec.stream.values_per_token()
     layer = plan.max_num_batched_tokens * (stream + mixers + ffns) * itemsize
-    most_blocks = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size)
-    gathered = (
-        2
-        * plan.block_size
-        * itemsize
-        * max(
-            (
-                min(MAX_GATHER_ROWS, most_blocks * cache.num_heads) * cache.key_size
-                for cache in set(spec.own_caches(place.tp_size))
-                if cache is not None
-            ),
-            default=0,
-        )
-    )
+    gathered = 0
+    if gathers:
+        most_blocks = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size)
+        rows = [
+            min(MAX_GATHER_ROWS, most_blocks * cache.num_heads) * cache.key_size
+            for cache in set(spec.own_caches(place.tp_size))
+            if cache is not None
+        ]
+        gathered = 2 * plan.block_size * itemsize * max(rows, default=0)
     logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage and spec.has_head else 0
     shared = 0
     if place.world_size > 1:

@@ -21,7 +21,7 @@ from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.rank import CpuRank, check_weights_fit, use_all_cores
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.sizes import prompt_logprobs_cost, weight_elements
+from headrace.executor.models.sizes import activation_bytes, prompt_logprobs_cost, weight_elements
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 
@@ -38,6 +38,13 @@ def started(checkpoint: Path) -> tuple[CpuRank, Plan, MemoryReading, list[str]]:
     executor, phases = CpuRank(options), list[str]()
     plan = resolve(options, executor.describe(phases.append))
     return executor, plan, executor.load(plan, phases.append), phases
+
+
+def test_a_program_gathers_no_keys_for_which_memory_is_kept(checkpoint: Path) -> None:
+    executor, plan, reading, _ = started(checkpoint)
+    model = executor.found.spec
+    assert reading.activation_bytes == activation_bytes(model, plan, 4, gathers=False)
+    assert reading.activation_bytes < activation_bytes(model, plan, 4)
 
 
 def test_from_a_folder_to_the_same_greedy_tokens_as_transformers(checkpoint: Path) -> None:
