@@ -53,7 +53,7 @@ def scoring_task(welcome: Welcome) -> str:
         )
     if pooling.width != 1:
         raise InvalidRequestError(
-            f"Score API is only enabled for num_labels == 1, and this classifier has {pooling.width} labels"
+            f"Scoring API is only enabled for num_labels == 1, and this classifier has {pooling.width} labels"
         )
     return "classify"
 

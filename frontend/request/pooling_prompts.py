@@ -155,11 +155,16 @@ def _id_of(token: str, tokenizer: Tokenizer) -> int:
 
 
 def most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> int | None:
-    """Most tokens of a prompt that are kept; None: all."""
+    """Most tokens of a prompt that are kept; None: all. Raises InvalidRequestError for more than the model takes."""
     asked = [params.truncate_prompt_tokens, how.truncate_prompt_tokens]
     if how.truncation:
         asked.append(-1 if how.max_length is None else how.max_length)
     limits = [welcome.max_model_len if each == -1 else each for each in asked if each is not None]
+    if max(limits, default=0) > welcome.max_model_len:
+        raise InvalidRequestError(  # vLLM's sentences, which programs look for
+            "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size: at "
+            f"most {welcome.max_model_len}, or -1"
+        )
     return min(limits, default=None)
 
 

@@ -37,6 +37,8 @@ class ModelConfig(Explained):
     skip_tokenizer_init: bool
     runner_type: str = "generate"
     is_multimodal_model: bool = False
+    embedding_size: int | None = None
+    """Values of an embedding; None of a model that has none, and before an engine has decided."""
 
     def get_vocab_size(self) -> int | None:
         return self.vocab_size
@@ -123,6 +125,7 @@ def _stored_config(model: str) -> dict[str, int]:
 
 
 def engine_config(welcome: Welcome) -> EngineConfig:
+    pooling = welcome.pooling
     model = ModelConfig(
         model=welcome.model,
         served_model_name=(welcome.served_model_names or (welcome.model,))[0],
@@ -132,6 +135,8 @@ def engine_config(welcome: Welcome) -> EngineConfig:
         vocab_size=welcome.vocab_size,
         generation_defaults=welcome.generation_defaults,
         skip_tokenizer_init=welcome.tokenizer is None,
+        runner_type="generate" if welcome.generates else "pooling",
+        embedding_size=None if pooling is None or "embed" not in pooling.kinds else pooling.width_of("embed"),
     )
     return EngineConfig(
         model_config=model,

@@ -8,6 +8,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,9 @@ import torch
 from server_here import ServerHere, serving_here
 
 from headrace.core.options.option import Secret
+from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, PoolingRequest
+from headrace.frontend.http.apis.pooling.scores import ClassifyRequest
+from headrace.frontend.http.apis.sagemaker.routes import kinds_of
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.request.vector_encodings import as_bits, as_bytes, as_int8, as_uint8
 
@@ -51,6 +55,31 @@ def test_pooling_gives_the_models_first_task(client: httpx.Client) -> None:
     assert [(each["index"], each["object"]) for each in found["data"]] == [(0, "pooling"), (1, "pooling")]
     assert (found["id"][:5], found["object"], found["model"]) == ("pool-", "list", "null")
     assert answer(client, "/pooling", input="hello", task="embed")["data"] == found["data"][:1]
+
+
+def test_invocations_are_what_the_model_does_with_their_fields(client: httpx.Client) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"input": ["hello", "world"]}),
+        ("/score", {"queries": "hello", "documents": ["world", "hello"]}),
+        ("/score", {"text_1": "hello", "text_2": "world"}),
+        ("/rerank", {"query": "hello", "documents": ["world", "hello"]}),
+    ]
+    for path, body in asked:
+        wanted, found = answer(client, path, **body), answer(client, "/invocations", **body)
+        for each in (wanted, found):
+            each["id"] = each["id"].split("-")[0]
+            each.pop("created", None)
+        assert found == wanted, path
+    assert "choices" in answer(client, "/invocations", prompt="hello", max_tokens=1), "it generates too"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "kind"), [("embed", EmbeddingRequest), ("classify", ClassifyRequest), ("token_classify", PoolingRequest)]
+)
+def test_invocations_of_a_model_that_pools_alone(tasks: str, kind: type[Any]) -> None:
+    welcome: Any = SimpleNamespace(generates=False, pooling=SimpleNamespace(kinds=(tasks,)))
+    found = kinds_of(welcome)
+    assert (found["messages"], found["input"], found.get("prompt")) == (kind, kind, None)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/embeddings"])
@@ -208,6 +237,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/pooling", {"input": "x", "task": "classify"}, "classify"),
     ("/pooling", {"input": "x", "step_tag_id": 5}, "step_tag_id"),
     ("/pooling", {"input": "x", "data": {}}, "data"),
+    ("/pooling", {"input": "x", "task": "plugin"}, "No IOProcessor plugin installed"),
+    ("/pooling", {"input": "x", "truncate_prompt_tokens": LIMIT + 1}, "smaller truncation size: at most 64"),
+    ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": LIMIT + 1}, "smaller truncation size: at most 64"),
+    ("/score", {"queries": "x", "documents": "y", "truncate_prompt_tokens": LIMIT + 1}, "smaller truncation size"),
     ("/pooling", {"input": []}, "input is an empty list"),
     ("/pooling", {"input": "x", "prompt_name": "query"}, "no prompt with the name 'query'"),
     ("/v1/embeddings", {"input": "x", "input_type": "nonsense"}, "known: search_query, search_document"),

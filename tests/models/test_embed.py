@@ -247,6 +247,8 @@ def test_truncation_keeps_the_beginning_and_the_end_token(llm: LLM) -> None:
 
 
 def test_outputs_have_vllms_fields(llm: LLM) -> None:
+    config = llm.llm_engine.vllm_config.model_config
+    assert (config.embedding_size, config.runner_type) == (64, "pooling")
     (encoded,) = llm.encode([[5, 6, 7]], pooling_task="embed", use_tqdm=False)
     (embedded,) = llm.embed([[5, 6, 7]], use_tqdm=False)
     assert encoded.outputs.data.shape == (64,)
@@ -261,8 +263,9 @@ def test_outputs_have_vllms_fields(llm: LLM) -> None:
     ("params", "why"),
     [
         ({"dimensions": 8}, "does not support Matryoshka embeddings; dimensions must be unset"),
-        ({"task": "classify"}, r"Classification API \(classify\) is not supported by this model"),
-        ({"task": "token_classify"}, r"Classification API \(token_classify\) is not supported by this model"),
+        ({"task": "classify"}, r"Unsupported task: 'classify' .*Classification API is not supported by this model"),
+        ({"task": "token_classify"}, r"Unsupported task: 'token_classify' "),
+        ({"task": "plugin"}, "No IOProcessor plugin installed"),
     ],
 )
 def test_parameters_that_the_model_cannot_follow(llm: LLM, params: dict[str, Any], why: str) -> None:

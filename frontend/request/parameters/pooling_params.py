@@ -16,9 +16,10 @@ from headrace.ipc.messages import Pool, Pooling, PoolKind
 RETIRED = ("normalize", "softmax", "activation")
 """Former names of use_activation."""
 KINDS: tuple[str, ...] = typing.get_args(PoolKind)
-REMOVED_TASKS = {
+REFUSED_TASKS = {
     "score": "`score` task was removed; use `classify` instead.",
     "encode": "`encode` task was removed; use `token_embed` or `token_classify` instead.",
+    "plugin": "No IOProcessor plugin installed: there are none here; name one of the model's tasks.",
 }
 NOT_SUPPORTED = {
     "late_interaction_params": "LLM.score and POST /score compare tokens' vectors by themselves",
@@ -102,8 +103,8 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
     def verify(self, model_config: Any = None) -> None:
         """Raises InvalidRequestError, naming the field, for a value of the wrong type or range, and for what is not
         supported."""
-        if self.task in REMOVED_TASKS:
-            raise InvalidRequestError(REMOVED_TASKS[self.task])
+        if self.task in REFUSED_TASKS:
+            raise InvalidRequestError(REFUSED_TASKS[self.task])
         kinds = () if self.task is None else tuple(str(self.task).split("&"))
         if not set(kinds) <= set(KINDS) or len(set(kinds)) < len(kinds):
             raise InvalidRequestError(
@@ -143,9 +144,9 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
             if kind in pooling.kinds:
                 continue
             group, name = ("Embedding", "embed") if "embed" in kind else ("Classification", "classify")
-            raise InvalidRequestError(
-                f"{group} API ({kind}) is not supported by this model. Supported tasks: {', '.join(pooling.kinds)}. "
-                f"Try converting the model using `--convert {name}`."
+            raise InvalidRequestError(  # vLLM's sentences, which programs look for
+                f"Unsupported task: {kind!r} Supported tasks: {', '.join(pooling.kinds)}. {group} API is not supported "
+                f"by this model. Try converting the model using `--convert {name}`."
             )
         if self.dimensions is not None and not {"embed", "token_embed"} & set(kinds):
             raise InvalidRequestError(

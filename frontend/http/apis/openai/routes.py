@@ -35,6 +35,7 @@ from headrace.frontend.http.apis.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    SharedFields,
     TokenizeRequest,
     take_rank,
 )
@@ -53,29 +54,9 @@ from headrace.frontend.http.server.state import ServerState
 _LOAD_FORMAT, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 """Headers of ORCA (Open Request Cost Aggregation), by which load balancers such as Envoy ask for the engine's load."""
 _LOAD_TIMEOUT_S = 0.5
-_SAGEMAKER_ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
-"""Header of SageMaker's inference components, which names a LoRA adapter."""
 
 
-async def invocations(state: ServerState, exchange: Exchange) -> None:
-    """SageMaker's only route: a chat completion if the body has messages, a completion if it has a prompt."""
-    kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
-    adapter = exchange.header(_SAGEMAKER_ADAPTER)
-
-    def decode(body: bytes) -> Any:
-        request = state.decoder.decode_one_of(body, kinds)
-        request.model = adapter or request.model
-        return request
-
-    def prepare(request: Any, engine: Engine, id: str, parts: ChatParts, tenant: str) -> PreparedRequest:
-        if isinstance(request, ChatCompletionRequest):
-            return prepare_chat(request, engine, f"chatcmpl-{id}", parts, tenant)
-        return prepare_completion(request, engine, f"cmpl-{id}", parts, tenant)
-
-    await _generate(state, exchange, decode=decode, prepare=prepare)
-
-
-async def _generate(
+async def generate(
     state: ServerState,
     exchange: Exchange,
     *,
@@ -84,14 +65,17 @@ async def _generate(
     decode: Callable[[bytes], Any] | None = None,
     prefix: str = "",
 ) -> None:
-    """prepare: with the arguments of `prepare_chat`. kind: of the request, unless `decode` makes it. prefix: of the
+    """Answers by generating, unless `decode` makes a request of another kind, which `prepare` answers as it likes.
+
+    prepare: with the arguments of `prepare_chat`. kind: of the request, unless `decode` makes it. prefix: of the
     response's id."""
 
     def decoded(body: bytes) -> Any:
         request = state.decoder.decode(body, kind) if decode is None else decode(body)
-        apply_server_defaults(request, state.options)
-        if RANK_HEADER in exchange.headers:
-            take_rank(request, exchange.header(RANK_HEADER))
+        if isinstance(request, SharedFields):
+            apply_server_defaults(request, state.options)
+            if RANK_HEADER in exchange.headers:
+                take_rank(request, exchange.header(RANK_HEADER))
         return request
 
     prepare = functools.partial(prepare, parts=state.of(ChatParts), tenant=exchange.tenant)
@@ -242,7 +226,7 @@ _get, _post = functools.partial(get, access=Access.CLIENT), functools.partial(po
 ROUTES = (
     _post(
         "/v1/completions",
-        functools.partial(_generate, kind=CompletionRequest, prepare=prepare_completion, prefix="cmpl-"),
+        functools.partial(generate, kind=CompletionRequest, prepare=prepare_completion, prefix="cmpl-"),
         "Complete one or several prompts",
         CompletionRequest,
         CompletionResponse,
@@ -250,7 +234,7 @@ ROUTES = (
     ),
     _post(
         "/v1/chat/completions",
-        functools.partial(_generate, kind=ChatCompletionRequest, prepare=prepare_chat, prefix="chatcmpl-"),
+        functools.partial(generate, kind=ChatCompletionRequest, prepare=prepare_chat, prefix="chatcmpl-"),
         "Complete a conversation with the next message",
         ChatCompletionRequest,
         ChatResponse,
@@ -259,18 +243,10 @@ ROUTES = (
     ),
     _post(
         "/v1/chat/completions/batch",
-        functools.partial(_generate, kind=ChatBatchRequest, prepare=prepare_chat_batch, prefix="chatcmpl-"),
+        functools.partial(generate, kind=ChatBatchRequest, prepare=prepare_chat_batch, prefix="chatcmpl-"),
         "Complete several conversations in one request",
         ChatBatchRequest,
         ChatResponse,
-        GENERATION,
-    ),
-    _post(
-        "/invocations",
-        invocations,
-        "SageMaker: a chat completion if the body has messages, a completion if it has a prompt",
-        None,
-        None,
         GENERATION,
     ),
     _get("/v1/models", models, "List the served models", ModelList, refusals=UNAVAILABLE),

@@ -52,11 +52,18 @@ Prepare = Callable[[Any, Engine, str, ServeOptions, str], PreparedRequest]
 
 async def _generate(state: ServerState, exchange: Exchange, *, kind: type[Any], prepare: Prepare, prefix: str) -> None:
     def prepared(request: Any, engine: Engine, id: str) -> PreparedRequest:
-        if isinstance(request, TextFields):
-            take_messages(request, engine, state.of(ChatParts).prompts)
-        return prepare(request, engine, id, state.options, exchange.tenant)
+        return prepare_texts(prepare, request, engine, id, state, exchange.tenant)
 
     await state.generate(exchange, lambda body: state.decoder.decode(body, kind), prepared, prefix)
+
+
+def prepare_texts(
+    prepare: Prepare, request: Any, engine: Engine, id: str, state: ServerState, tenant: str
+) -> PreparedRequest:
+    """As `prepare`, of a request that may have conversations in the place of texts."""
+    if isinstance(request, TextFields):
+        take_messages(request, engine, state.of(ChatParts).prompts)
+    return prepare(request, engine, id, state.options, tenant)
 
 
 async def rerank(state: ServerState, exchange: Exchange) -> None:

@@ -1,0 +1,1 @@
+"""SageMaker's one route for all requests, answered by the code of each one's own route."""
