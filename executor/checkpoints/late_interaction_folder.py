@@ -20,6 +20,7 @@ from headrace.executor.checkpoints.sentence_files import (
     is_size,
     read_json,
 )
+from headrace.executor.checkpoints.sources.safetensors_weights import open_sound_files
 from headrace.executor.models.heads import COLBERT, HeadLayer, HeadLinear
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import LateInteraction
@@ -27,6 +28,8 @@ from headrace.ipc.messages import LateInteraction
 LEAST_LENGTH = 3
 """Tokens of a text: its first one, a marker and its last one."""
 METADATA = "artifact.metadata"
+WIDTHS = ("colbert_dim", "dim", "projection_dim")
+"""Keys of config.json with the width of vectors, of folders without metadata, as vLLM reads them."""
 PUNCTUATION = tuple(string.punctuation)
 EXPANSION = {"strategy", "length", "attend", "token"}
 TASKS = ("query", "document")
@@ -89,10 +92,20 @@ def has_original(folder: Path) -> bool:
 def original_layer(folder: Path) -> HeadLayer:
     """Of a folder that ColBERT's own code wrote. Raises ModelError."""
     metadata, config = read_json(folder / METADATA), read_json(folder / "config.json")
-    width = metadata.get("dim", 128) if isinstance(metadata, dict) else 128
+    said = metadata.get("dim") if isinstance(metadata, dict) else None
+    widths = (said, *(config.get(name) for name in WIDTHS), _stored_width(folder))
+    width = next((each for each in widths if each is not None), 128)
     if not is_size(width) or not is_size(config.get("hidden_size")):
         raise ModelError(f"{folder / METADATA} has dim {width!r:.100}, which is no width of vectors")
     return HeadLinear("linear", width, config["hidden_size"], bias=False)
+
+
+def _stored_width(folder: Path) -> int | None:
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return None
+    (weights,) = open_sound_files([file], "lazy")
+    return weights.shape("linear.weight")[0] if "linear.weight" in weights.names else None
 
 
 def of_settings(folder: Path, *, is_original: bool) -> LateInteraction:

@@ -147,6 +147,19 @@ def test_late_interaction_is_pylates(tmp_path: Path, name: str, changed: dict[st
         assert [each.outputs.score for each in several] == pytest.approx(wanted_scores, abs=1e-4)
 
 
+@pytest.mark.parametrize("said", [{}, {"colbert_dim": WIDTH}, {"projection_dim": WIDTH}])
+def test_colberts_own_folder_may_have_no_metadata(tmp_path: Path, said: dict[str, int]) -> None:
+    save_encoder("bert", tmp_path)
+    tokenizer_of(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **said, "architectures": ["HF_ColBERT"]}))
+    weights = {f"bert.{name}": value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file({**weights, "linear.weight": torch.ones(WIDTH, 64)}, tmp_path / "model.safetensors")
+    with LLM(str(tmp_path), in_process=True, **ENGINE) as llm:
+        (output,) = llm.encode(["a b"], pooling_task="token_embed", use_tqdm=False)
+        assert output.outputs.data.shape[-1] == WIDTH
+
+
 def test_colberts_own_folder_and_its_routes(tmp_path: Path) -> None:
     """A BERT with one layer more in its checkpoint, and metadata of how texts are written."""
     save_encoder("bert", tmp_path)
