@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import vllm_models
 from report import write_report
 from safetensors.torch import save_file
 
@@ -58,6 +59,8 @@ FILES = (
     "test_regression.py",
     "test_request_input_bounds.py",
     "test_version.py",
+    "entrypoints/pooling/**/test_*.py",
+    "models/language/pooling/test_*.py",
     "entrypoints/llm/**/test_*.py",
     "entrypoints/cli/test_*.py",
     "entrypoints/openai/**/test_*.py",
@@ -71,6 +74,12 @@ LEFT_OUT = (
     "mm_loras",
     "mcp_tools",
     "_vlm",
+    "_vision",
+    "mm_classifier",
+    "jina_embeddings_v5",
+    "jina_reranker_v3",
+    "nomic_max_model_len",
+    "mteb",
     "tensorizer",
     "weight_transfer",
     "routed_experts",
@@ -157,6 +166,7 @@ def make_adapter(demo: Path, folder: Path) -> None:
 
 def overlay(sources: Path, folder: Path) -> Path:
     """The sources, with the stand-ins in place of the helpers of vLLM's tests, for the engines' processes too."""
+    (folder.parent / "vllm_sources").symlink_to(sources)
     for one, kept in ((sources, "tests"), (sources / "tests", "")):
         target = folder / one.relative_to(sources)
         target.mkdir(parents=True)
@@ -186,6 +196,9 @@ def link_models(sources: Path, files: list[Path], demo: Path, home: Path) -> Non
         if name in ADAPTERS:
             make_adapter(demo, folder / "snapshots" / revision)
             continue
+        if name in vllm_models.MAKERS:
+            vllm_models.MAKERS[name](folder / "snapshots" / revision, demo)
+            continue
         for file in demo.iterdir():
             if file.name != "config.json":
                 (folder / "snapshots" / revision / file.name).symlink_to(file)
@@ -206,6 +219,7 @@ def run_files(sources: Path, files: list[Path], work: Path, seconds: float) -> l
         "HF_DATASETS_OFFLINE": "1",
         "CASES_WORK": str(work),
         "CASES_SOURCES": str(sources),
+        "CASES_ORIGINAL": str(sources.parent / "vllm_sources"),
     }
     command = [sys.executable, str(HERE / "vllm_stand_ins.py"), str(sources), str(results), *map(str, files)]
     log_file = work / f"{files[0].stem}.log"

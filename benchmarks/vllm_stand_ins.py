@@ -61,6 +61,33 @@ def inside(name: str) -> Any:
     return InsideKind(name.rsplit(".", 1)[-1], (), {"__qualname__": name})
 
 
+class Answer(types.SimpleNamespace):
+    """A JSON object of an answer, in the place of the class of its form."""
+
+    completion_tokens = 0
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return {
+            name: [each.model_dump() if isinstance(each, Answer) else each for each in value]
+            if isinstance(value, list)
+            else value.model_dump()
+            if isinstance(value, Answer)
+            else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def model_validate(cls, given: dict[str, Any]) -> Answer:
+        if "error" in given:
+            raise ValueError(f"an error in the place of an answer: {given['error']}")
+        answer: Answer = json.loads(json.dumps(given), object_hook=lambda fields: cls(**fields))
+        return answer
+
+
+CLIENTS = ("vllm.utils.serial_utils", "vllm.entrypoints.pooling.utils", "vllm.entrypoints.pooling.scoring.utils")
+"""Modules of vLLM with which its tests read answers; they run as they are."""
+
+
 class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Modules of vLLM and of its tests' helpers: each name is Headrace's, one of HELPERS, or an `Inside`."""
 
@@ -88,6 +115,8 @@ class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return HELPERS[name]
             if spec.name.startswith("vllm.assets"):
                 return Asset
+            if spec.name.startswith("vllm.entrypoints.pooling.") and name.endswith("Response"):
+                return Answer
             try:
                 given = getattr(found, name)
             except (AttributeError, ImportError):
@@ -98,7 +127,10 @@ class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing: the module's names are looked up as they are asked for."""
+        """Runs what reads answers. Other modules' names are looked up as they are asked for."""
+        if module.__name__ in CLIENTS:
+            file = Path(os.environ["CASES_ORIGINAL"], *module.__name__.split(".")).with_suffix(".py")
+            exec(compile(file.read_text(), file, "exec"), vars(module))
 
     def ours(self, name: str) -> types.ModuleType | None:
         if not name.startswith("vllm"):
@@ -128,6 +160,9 @@ class Server:
         override_hf_configs: dict[str, Any] | None = None,
     ) -> None:
         arguments = [*map(str, vllm_serve_args), "--metrics-prefix", "vllm"]
+        if "--gpu-memory-utilization" in arguments:  # of a GPU of 80 GB
+            at = arguments.index("--gpu-memory-utilization") + 1
+            arguments[at] = str(min(0.5, 4 * float(arguments[at])))
         self.uds = arguments[arguments.index("--uds") + 1] if "--uds" in arguments else None
         self.host, self.port = "127.0.0.1", None
         if auto_port and not self.uds:
@@ -186,7 +221,7 @@ class Server:
         return f"http://{self.uds.split('/')[-1]}" if self.uds else f"http://{self.host}:{self.port}"
 
     def url_for(self, *parts: str) -> str:
-        return "/".join([self.url_root, *parts])
+        return "/".join([self.url_root, *(part.strip("/") for part in parts)])
 
     def get_client(self, **given: Any) -> openai.OpenAI:
         return openai.OpenAI(**self._client_options("v1", given))
@@ -238,6 +273,21 @@ class VllmRunner:
 
     def __exit__(self, *_: object) -> None:
         self.llm.shutdown()
+
+    def embed(self, prompts: Any, *_: Any, **others: Any) -> Any:
+        return [each.outputs.embedding for each in self.llm.embed(prompts, **others)]
+
+    def classify(self, prompts: Any) -> Any:
+        return [each.outputs.probs for each in self.llm.classify(prompts)]
+
+    def token_embed(self, prompts: Any) -> Any:
+        return [each.outputs.data for each in self.llm.encode(prompts, pooling_task="token_embed")]
+
+    def token_classify(self, prompts: Any) -> Any:
+        return [each.outputs.data for each in self.llm.encode(prompts, pooling_task="token_classify")]
+
+    def score(self, text_1: Any, text_2: Any, *_: Any, **others: Any) -> Any:
+        return [each.outputs.score for each in self.llm.score(text_1, text_2, **others)]
 
     def get_llm(self) -> LLM:
         return self.llm
@@ -297,20 +347,58 @@ class VllmRunner:
         return [([one.tokens for one in each.sequences], [one.text for one in each.sequences]) for each in outputs]
 
 
+FLOATS = {"half": "float16", "float": "float32"}
+
+
 class HfRunner:
     """The same model run by transformers."""
 
-    def __init__(self, model_name: str, *, dtype: str = "auto", **_: Any) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(
+        self,
+        model_name: str,
+        dtype: str = "auto",
+        *,
+        is_sentence_transformer: bool = False,
+        is_cross_encoder: bool = False,
+        auto_cls: Any = None,
+        **_: Any,
+    ) -> None:
+        import transformers
 
-        self.tokenizer = AutoTokenizer.from_pretrained(model_name)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype)
+        if is_sentence_transformer or is_cross_encoder:
+            import sentence_transformers
+
+            kind = sentence_transformers.CrossEncoder if is_cross_encoder else sentence_transformers.SentenceTransformer
+            self.model: Any = kind(model_name, device="cpu", model_kwargs={"dtype": dtype})
+            return
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+        kind = auto_cls or transformers.AutoModelForCausalLM
+        self.model = kind.from_pretrained(model_name, dtype=FLOATS.get(dtype, dtype)).eval()
+        self.config = self.model.config
+
+    @staticmethod
+    def wrap_device(given: Any, *_: Any) -> Any:
+        return given
+
+    def classify(self, prompts: Sequence[str]) -> Any:
+        found = [self.model(**each).logits for each in self.get_inputs(prompts)]
+        if self.config.problem_type == "regression":
+            return [each[0].tolist() for each in found]
+        if self.config.problem_type == "multi_label_classification":
+            return [each.sigmoid()[0].tolist() for each in found]
+        return [each.softmax(-1)[0].tolist() for each in found]
 
     def __enter__(self) -> HfRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
         del self.model
+
+    def encode(self, prompts: Sequence[str], **others: Any) -> Any:
+        return self.model.encode(prompts, convert_to_numpy=True, **others).tolist()
+
+    def predict(self, prompts: Any, **others: Any) -> Any:
+        return self.model.predict(prompts, convert_to_tensor=True, **others)
 
     def get_inputs(self, prompts: Sequence[str], **_: Any) -> list[Any]:
         return [self.tokenizer(each, return_tensors="pt") for each in prompts]
