@@ -35,7 +35,7 @@ from headrace.frontend.http.apis.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    SharedFields,
+    GenerationFields,
     TokenizeRequest,
     take_rank,
 )
@@ -72,7 +72,7 @@ async def generate(
 
     def decoded(body: bytes) -> Any:
         request = state.decoder.decode(body, kind) if decode is None else decode(body)
-        if isinstance(request, SharedFields):
+        if isinstance(request, GenerationFields):
             apply_server_defaults(request, state.options)
             if RANK_HEADER in exchange.headers:
                 take_rank(request, exchange.header(RANK_HEADER))
