@@ -411,6 +411,7 @@ def test_every_kind_of_head_is_of_the_model_that_generates(end: str) -> None:
     config = {"architectures": [f"InternLM2{end}"]}
     assert causal_architecture(config) == "InternLM2ForCausalLM"
     assert has_no_head(config)
+    assert causal_architecture({"architectures": ["ColBERTLfm2Model"]}) == "Lfm2ForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ def causal_architecture(config: Mapping[str, Any]) -> str | None:
     end = next((end for end in (*CLASSIFIERS, "Model") if named.endswith(end)), "")
     if not end or _is_known(named):
         return None
+    named = named.removeprefix("ColBERT")  # as vLLM names models whose tokens are compared: ColBERTLfm2Model
     kinds = ("ForConditionalGeneration", "ForCausalLM") if config.get("text_config") else ("ForCausalLM",)
     stems = (named.removesuffix(end), named.removesuffix(f"Text{end}"))
     return next(
