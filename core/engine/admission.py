@@ -140,8 +140,8 @@ class Admission:
             return self.refusal(f"compared_with and num_keys are of token_embed, not of {asked}")
         if task.num_keys is not None and not self._whole_prompts:
             return self.refusal(
-                f"num_keys is given: tokens that fill a query up and are not attended to (query_expansion) are of models "
-                f"that attend to all tokens, and {self._model} attends to earlier ones alone"
+                f"num_keys is given: tokens that fill a query up and are not attended to (query_expansion) are of "
+                f"models that attend to all tokens, and {self._model} attends to earlier ones alone"
             )
         if (task.columns or task.steps_end_at is not None) and task.kinds != ("token_classify",):
             return self.refusal(f"steps_end_at and columns are of token_classify, not of {asked}")

@@ -130,6 +130,8 @@ def _folder_of(checkpoint: Checkpoint, *, pools: bool) -> SentenceFolder | None:
 def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
     classifier = spec.classifier
     assert classifier is not None
+    if config.task == "token_classify" and classifier.tokens == "LAST":  # as vLLM computes it of each token instead
+        classifier = replace(classifier, tokens="ALL")
     of_tokens = classifier.tokens == "ALL"
     kind = "token_classify" if of_tokens else "classify"
     if config.task not in (None, kind):

@@ -82,7 +82,7 @@ def prompt_of_type(input_type: str | None, welcome: Welcome) -> str | None:
         return input_type
     if input_type not in _OF_INPUT_TYPES:
         known = ", ".join(dict.fromkeys((*_OF_INPUT_TYPES, *pooling.prompts)))
-        raise InvalidRequestError(f"input_type is {input_type!r:.100}; known: {known}")
+        raise InvalidRequestError(f"Unsupported input_type {input_type!r:.100}; known: {known}")
     by_name = {name.lower(): name for name in pooling.prompts}
     if pooling.late_interaction is not None:
         by_name |= {QUERY: QUERY, DOCUMENT: DOCUMENT}

@@ -126,6 +126,7 @@ def _stored_config(model: str) -> dict[str, int]:
 
 def engine_config(welcome: Welcome) -> EngineConfig:
     pooling = welcome.pooling
+    embeds = next((kind for kind in ("embed", "token_embed") if pooling is not None and kind in pooling.kinds), None)
     model = ModelConfig(
         model=welcome.model,
         served_model_name=(welcome.served_model_names or (welcome.model,))[0],
@@ -136,7 +137,7 @@ def engine_config(welcome: Welcome) -> EngineConfig:
         generation_defaults=welcome.generation_defaults,
         skip_tokenizer_init=welcome.tokenizer is None,
         runner_type="generate" if welcome.generates else "pooling",
-        embedding_size=None if pooling is None or "embed" not in pooling.kinds else pooling.width_of("embed"),
+        embedding_size=None if embeds is None or pooling is None else pooling.width_of(embeds),
     )
     return EngineConfig(
         model_config=model,

@@ -384,6 +384,25 @@ def test_process_rewards_are_of_the_tokens_that_end_steps(tmp_path: Path) -> Non
         LLM(str(tmp_path), in_process=True, pooler_config={**pooler, "returned_token_ids": [7]}, **given)
 
 
+def test_a_classifier_of_texts_may_be_computed_of_each_token(tmp_path: Path) -> None:
+    config = tiny_models.build("qwen2").config
+    model = transformers.Qwen2ForSequenceClassification(
+        config.__class__(**{**config.to_dict(), "num_labels": 3})
+    ).eval()
+    model.save_pretrained(tmp_path)
+    prompt = [5, 6, 9, 7, 8]
+    with torch.inference_mode():
+        wanted = model.score(model.model(input_ids=torch.tensor([prompt])).last_hidden_state)[0]
+    given: dict[str, Any] = {"in_process": True, "skip_tokenizer_init": True, **ENGINE}
+    with LLM(str(tmp_path), pooler_config={"task": "token_classify"}, **given) as llm:
+        (output,) = llm.encode([prompt], PoolingParams(use_activation=False), use_tqdm=False)
+        assert (output.outputs.data - wanted).abs().max() < 1e-4
+        (output,) = llm.encode([prompt], pooling_task="token_classify", use_tqdm=False)
+        assert (output.outputs.data - wanted.softmax(-1)).abs().max() < 1e-5
+        with pytest.raises(InvalidRequestError, match="Unsupported task: 'classify'"):
+            llm.classify([prompt], use_tqdm=False)
+
+
 @pytest.mark.parametrize(("end", "labels"), [("ForRewardModel", 1), ("ForProcessRewardModel", 2)])
 def test_reward_models_have_a_head_of_two_layers(tmp_path: Path, end: str, labels: int) -> None:
     """As Qwen2.5-Math-RM and -PRM are published."""

@@ -92,6 +92,7 @@ class CohereApiVersion(msgspec.Struct):
 
 class CohereBilledUnits(msgspec.Struct):
     input_tokens: int
+    image_tokens: int = 0
 
 
 class CohereMeta(msgspec.Struct):

@@ -144,7 +144,6 @@ class EncodedItem(msgspec.Struct):
     """What the header `metadata` says of a vector in a body of bytes."""
 
     index: int
-    object: str
     start: int
     end: int
     """Its bytes are body[start:end]."""
@@ -282,7 +281,7 @@ class BytesAnswer(PooledAnswer):
         for index, part in enumerate(self._parts()):
             end = start + len(part.values) * NUM_BYTES[kind]
             shape = [len(part.values)] if part.width is None else [len(part.values) // part.width, part.width]
-            items.append(EncodedItem(index, "embedding", start, end, shape, kind, endianness))
+            items.append(EncodedItem(index, start, end, shape, kind, endianness))
             start = end
         metadata = EncodedMetadata(self._id, "list", int(time.time()), self._model, items, usage)
         return [*headers, (b"metadata", msgspec.json.encode(metadata))]
