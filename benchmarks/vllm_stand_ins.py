@@ -66,7 +66,7 @@ class Answer(types.SimpleNamespace):
 
     completion_tokens = 0
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
+    def model_dump(self, exclude: Any = (), **_: Any) -> dict[str, Any]:
         return {
             name: [each.model_dump() if isinstance(each, Answer) else each for each in value]
             if isinstance(value, list)
@@ -74,6 +74,7 @@ class Answer(types.SimpleNamespace):
             if isinstance(value, Answer)
             else value
             for name, value in vars(self).items()
+            if name not in exclude
         }
 
     @classmethod
