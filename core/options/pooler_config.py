@@ -13,10 +13,6 @@ from headrace.ipc.struct_types import threadsafe
 
 RETIRED = ("normalize", "softmax", "activation")
 """vLLM's former names of use_activation."""
-_LATER = "is not supported yet; leave it out"
-NOT_YET = {
-    "max_embed_len": f"is of enable_chunked_processing, which {_LATER}",
-}
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +29,9 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """To how many values vectors are cut if a request does not say."""
     enable_flash_late_interaction: bool = True
     enable_chunked_processing: bool = False
-    max_embed_len: None = None
+    """Whether a text of more than max_model_len tokens is embedded in chunks, whose vectors are averaged."""
+    max_embed_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """The most tokens of such a text; None: max_model_len."""
     logit_mean: float | None = None
     """Of a classifier: taken from its logits, before its activation."""
     logit_sigma: float | None = None
@@ -44,8 +42,8 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which of each token's values are returned."""
 
     def __post_init__(self) -> None:
-        if self.enable_chunked_processing:
-            raise ValueError(f"enable_chunked_processing {_LATER}")
+        if self.max_embed_len is not None and not self.enable_chunked_processing:
+            raise ValueError("max_embed_len is of enable_chunked_processing, which is not set")
         for name, value in (("logit_mean", self.logit_mean), ("logit_sigma", self.logit_sigma or 1.0)):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; a finite number is expected")
@@ -66,9 +64,6 @@ def pooler_config_of(given: Mapping[str, Any]) -> PoolerConfig:
             value = values.pop(name)
             if values.setdefault("use_activation", value) != value:
                 raise OptionError(f"pooler_config: {name} is the former name of use_activation, and both are given")
-    for name, why in NOT_YET.items():
-        if values.get(name) is not None:
-            raise OptionError(f"pooler_config.{name} {why}")
     try:
         config = msgspec.convert(values, threadsafe(PoolerConfig))
     except msgspec.ValidationError as error:

@@ -282,6 +282,7 @@ def _embedding(
         similarity="cosine" if folder is None else folder.similarity,
         late_interaction=late,
         widths=tuple(widths[kind] for kind in kinds),
+        longest=config.max_embed_len,
     )
     return Tasks(not pools, pooling, _most_tokens(checkpoint, folder, spec), outputs)
 

@@ -159,13 +159,19 @@ def most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> i
     asked = [params.truncate_prompt_tokens, how.truncate_prompt_tokens]
     if how.truncation:
         asked.append(-1 if how.max_length is None else how.max_length)
-    limits = [welcome.max_model_len if each == -1 else each for each in asked if each is not None]
-    if max(limits, default=0) > welcome.max_model_len:
+    longest = longest_text(welcome)
+    limits = [longest if each == -1 else each for each in asked if each is not None]
+    if max(limits, default=0) > longest:
         raise InvalidRequestError(  # vLLM's sentences, which programs look for
             "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size: at "
-            f"most {welcome.max_model_len}, or -1"
+            f"most {longest}, or -1"
         )
     return min(limits, default=None)
+
+
+def longest_text(welcome: Welcome) -> int:
+    """The most tokens of a text that is pooled, perhaps in chunks."""
+    return welcome.max_model_len if welcome.pooling is None else welcome.pooling.longest or welcome.max_model_len
 
 
 def cut(token_ids: list[int], inner: Sequence[int] | None, most: int, *, from_left: bool) -> list[int]:

@@ -14,7 +14,9 @@ import tiny_models
 import torch
 from rank_threads import RankThreads, pool_for_each_rank
 from safetensors.torch import load_file, save_file
+from server_here import serving_here
 from thinned import every
+from tiny_encoders import make_pair_tokenizer, save_encoder
 from tiny_gguf import save_gguf
 
 from headrace import LLM, AsyncLLM, InvalidRequestError, ModelError, OptionError, PoolingParams, SamplingParams
@@ -576,3 +578,42 @@ def test_a_row_whose_states_are_not_finite_fails_alone(plain: Path, tmp_path: Pa
     assert "the hidden states of its prompt are not finite" in str(broken)
     wanted = expected(plain, [[5, 6], [7, 8]])
     assert_close(torch.stack([first.outputs.data, third.outputs.data]), wanted)
+
+
+def test_a_long_text_is_embedded_in_chunks(tmp_path: Path) -> None:
+    """As vLLM does: each chunk counts by its tokens."""
+    save_encoder("bert", tmp_path)
+    make_pair_tokenizer(tmp_path, "[CLS]", ("[SEP]",), "[SEP]")
+    as_sentence_folder(tmp_path, {"word_embedding_dimension": 64, "pooling_mode": "mean"})
+    tokens = [5 + each % 60 for each in range(75)]
+    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 32}
+    pooler = {"enable_chunked_processing": True, "max_embed_len": 80}
+    with serving_here(folder=tmp_path, pooler_config=pooler, **limits) as server, server.client() as client:
+
+        def vectors(given: Any, **more: Any) -> torch.Tensor:
+            answer = client.post("/v1/embeddings", json={"input": given, **more})
+            assert answer.status_code == 200, answer.text
+            return torch.tensor([each["embedding"] for each in answer.json()["data"]])
+
+        parts = vectors([tokens[:32], tokens[32:64], tokens[64:]])
+        wanted = (parts * torch.tensor([[32.0], [32.0], [11.0]])).sum(0) / 75
+        short, found, again = vectors([tokens[:9], tokens, tokens])
+        assert torch.equal(found, again)
+        assert torch.equal(short, vectors([tokens[:9]])[0])
+        assert (found - wanted / wanted.norm()).abs().max() < 1e-6
+        raw = vectors([tokens], use_activation=False)[0]
+        whole = vectors([tokens[:32], tokens[32:64], tokens[64:]], use_activation=False)
+        assert (raw - (whole * torch.tensor([[32.0], [32.0], [11.0]])).sum(0) / 75).abs().max() < 1e-6
+        answer = client.post("/v1/embeddings", json={"input": tokens, "encoding_format": "bytes_only"})
+        assert torch.equal(torch.frombuffer(bytearray(answer.content), dtype=torch.float32), found)
+        answer = client.post("/v1/embeddings", json={"input": [tokens, tokens]}).json()
+        assert answer["usage"]["prompt_tokens"] == 150
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        text = client.post("/v2/embed", json={"texts": ["word " * 15], "truncate": "NONE", "model": name}).json()
+        assert "meta" in text, text
+        assert text["meta"]["billed_units"]["input_tokens"] > 32, text
+        refused = client.post("/v1/embeddings", json={"input": [5] * 81})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 80 tokens" in refused.text
+        assert client.post("/pooling", json={"input": tokens, "task": "token_embed"}).status_code == 400
+        assert len(vectors([tokens], truncate_prompt_tokens=-1)) == 1

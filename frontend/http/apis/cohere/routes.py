@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
 from headrace.frontend.http.apis.openai.requests import NEUTRAL
+from headrace.frontend.http.apis.pooling.chunks import Pooled
 from headrace.frontend.http.apis.pooling.pooled import (
     Dimensions,
     PooledAnswer,
@@ -38,7 +38,7 @@ from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, post
 from headrace.frontend.http.server.state import ServerState
-from headrace.frontend.request.pooling_prompts import prompt_of_type
+from headrace.frontend.request.pooling_prompts import longest_text, prompt_of_type
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.request.vector_encodings import as_bits, as_bytes, as_int8, as_uint8
 from headrace.ipc.failure import InvalidRequestError
@@ -124,7 +124,7 @@ def prepare_embed(
     """Raises ApiError and InvalidRequestError."""
     model = request.model or engine.names[0]
     welcome, pooling = pooling_of(engine, model, "embeddings")
-    field = "texts" if request.inputs is None else "inputs"
+    field, most = "texts" if request.inputs is None else "inputs", longest_text(welcome)
     texts = _texts(request)
     items_of(texts, field)
     check_count(field, texts, options)
@@ -137,7 +137,7 @@ def prepare_embed(
         model,
         task="embed",
         dimensions=request.output_dimension,
-        truncate_prompt_tokens=None if request.truncate == "NONE" else request.max_tokens or -1,
+        truncate_prompt_tokens=None if request.truncate == "NONE" else min(request.max_tokens or most, most),
         prompt_name=named,
     )
     types = request.embedding_types or ["float"]
@@ -152,7 +152,7 @@ def prepare_embed(
         _check_lengths(prompts, field, request.max_tokens, welcome)
     context = PoolingContext(id, cache_salt(request, tenant), request.priority, request.model)
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> CohereEmbedResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> CohereEmbedResponse:
         meta = CohereMeta(CohereApiVersion(), CohereBilledUnits(usage.prompt_tokens))
         return CohereEmbedResponse(context.id, _encoded(streams, types), texts, meta)
 
@@ -178,7 +178,8 @@ def _texts(request: CohereEmbedRequest) -> list[str]:
 
 
 def _check_lengths(prompts: Sequence[Prompt], field: str, most: int | None, welcome: Welcome) -> None:
-    limit = min(most or welcome.max_model_len, welcome.max_model_len)
+    longest = longest_text(welcome)
+    limit = min(most or longest, longest)
     for prompt, param in zip(prompts, names_of(field, len(prompts)), strict=True):
         if (count := len(prompt.token_ids or ())) > limit:
             raise bad_field(
@@ -186,7 +187,7 @@ def _check_lengths(prompts: Sequence[Prompt], field: str, most: int | None, welc
             )
 
 
-def _encoded(streams: Sequence[PoolingStream], types: Sequence[EmbeddingType]) -> CohereEmbeddings:
+def _encoded(streams: Sequence[Pooled], types: Sequence[EmbeddingType]) -> CohereEmbeddings:
     made, parts = CohereEmbeddings(), [stream.parts[0] for stream in streams]
     vectors: list[list[float]] = [part.tolist() for part in parts]
     for each in types:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.ollama.requests import options_without_effect, served_name
+from headrace.frontend.http.apis.pooling.chunks import Pooled
 from headrace.frontend.http.apis.pooling.pooled import (
     Dimensions,
     PooledAnswer,
@@ -80,7 +80,7 @@ def prepare_embed(
         return OllamaEmbedResponse(request.model, [])
     began_s = time.monotonic()
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> OllamaEmbedResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> OllamaEmbedResponse:
         vectors, spent_s = [stream.parts[0].tolist() for stream in streams], time.monotonic() - began_s
         return OllamaEmbedResponse(request.model, vectors, round(1e9 * spent_s), 0, usage.prompt_tokens)
 
@@ -102,7 +102,7 @@ def prepare_embeddings(
     if not request.prompt:
         return OllamaEmbeddingsResponse([])
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> OllamaEmbeddingsResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> OllamaEmbeddingsResponse:
         return OllamaEmbeddingsResponse(streams[0].parts[0].tolist())
 
     params = _params(engine, request.model, truncate_prompt_tokens=-1)

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import cache_salt
+from headrace.frontend.http.apis.pooling.chunks import Pooled
 from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
     Dimensions,
@@ -173,7 +173,7 @@ def prepare_embedding(
             raise bad_field("task", f"task is {request.task!r:.100}, and the model's adapters are: {known}")
         asked = f"{engine.names[0]}:{request.task}"
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> EmbeddingResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> EmbeddingResponse:
         items = [
             EmbeddingItem(index, "embedding", _told(stream.parts[0], request)) for index, stream in enumerate(streams)
         ]
@@ -189,7 +189,7 @@ def prepare_pooling(
     """As `prepare_embedding`."""
     model = request.model or engine.names[0]
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> PoolingResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> PoolingResponse:
         items = []
         for index, stream in enumerate(streams):
             told = {
@@ -265,11 +265,8 @@ class BytesAnswer(PooledAnswer):
         super().__init__(self._bytes, self._headers)
         self._request, self._id, self._model, self._with_metadata = request, id, model, with_metadata
 
-    def _parts(self) -> list[PoolingOutput]:
-        return [stream.parts[0] for stream in self.streams if isinstance(stream, PoolingStream)]
-
-    def _bytes(self, streams: Sequence[PoolingStream], usage: PoolingUsage) -> bytes:
-        return b"".join(_encoded(part, self._request) for part in self._parts())
+    def _bytes(self, streams: Sequence[Pooled], usage: PoolingUsage) -> bytes:
+        return b"".join(_encoded(stream.parts[0], self._request) for stream in streams)
 
     def _headers(self, usage: PoolingUsage) -> Headers:
         headers = [(b"content-type", b"application/octet-stream")]
@@ -278,7 +275,7 @@ class BytesAnswer(PooledAnswer):
         kind, endianness = self._request.embed_dtype or "float32", self._request.endianness or "little"
         items, start = list[EncodedItem](), 0
         shape: list[int]
-        for index, part in enumerate(self._parts()):
+        for index, part in enumerate(stream.parts[0] for stream in self.pooled()):
             end = start + len(part.values) * NUM_BYTES[kind]
             shape = [len(part.values)] if part.width is None else [len(part.values) // part.width, part.width]
             items.append(EncodedItem(index, start, end, shape, kind, endianness))

@@ -11,6 +11,7 @@ from msgspec import Meta
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, check_prompt, check_unicode, tokenize_texts
+from headrace.frontend.http.apis.pooling.chunks import Pooled, in_chunks, joined
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server.adapters import adapters_of
 from headrace.frontend.http.server.errors import ApiError, bad_field
@@ -18,7 +19,14 @@ from headrace.frontend.http.server.exchange import JSON, Headers
 from headrace.frontend.http.server.generation import Answer, PreparedRequest, id_of_prompt
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, as_pooled, cut_to_pool, cuts_left, most_tokens
+from headrace.frontend.request.pooling_prompts import (
+    NOT_POOLING,
+    as_pooled,
+    cut_to_pool,
+    cuts_left,
+    longest_text,
+    most_tokens,
+)
 from headrace.frontend.request.prompts import Prompt, Tokenization, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
@@ -91,7 +99,7 @@ class TextOptions(NamedTuple):
 
 _OF_INPUT = TextOptions()
 
-Write = Callable[[Sequence[PoolingStream], PoolingUsage], msgspec.Struct | list[Any] | bytes]
+Write = Callable[[Sequence[Pooled], PoolingUsage], msgspec.Struct | list[Any] | bytes]
 
 
 class PooledAnswer(Answer):
@@ -100,13 +108,20 @@ class PooledAnswer(Answer):
     def __init__(self, write: Write, headers: Callable[[PoolingUsage], Headers] | None = None) -> None:
         """write: returns what is encoded as JSON, or bytes with headers of their own."""
         self._write, self._make_headers = write, headers
+        self.counts: Sequence[int] | None = None
+        """Of how many requests each prompt's result is made; None: of one."""
+
+    def pooled(self) -> Sequence[Pooled]:
+        """The results of the prompts."""
+        streams = [stream for stream in self.streams if isinstance(stream, PoolingStream)]
+        return streams if self.counts is None else joined(streams, self.counts)
 
     def whole(self) -> list[bytes]:
         streams = [stream for stream in self.streams if isinstance(stream, PoolingStream)]
         num_tokens = sum(len(stream.prompt.token_ids or ()) for stream in streams)
         usage = PoolingUsage(num_tokens, num_tokens)
         self.headers = JSON if self._make_headers is None else self._make_headers(usage)
-        made = self._write(streams, usage)
+        made = self._write(self.pooled(), usage)
         return [made if isinstance(made, bytes) else msgspec.json.encode(made)]
 
 
@@ -213,7 +228,7 @@ _CHARACTERS_OF_A_TOKEN, _SLACK_TOKENS = 16, 64
 def most_encoded(params: PoolingParams, welcome: Welcome) -> int:
     """The most tokens of a text that is tokenised at all."""
     cuts = params.truncate_prompt_tokens is not None
-    return welcome.max_model_len * (MOST_TRUNCATED if cuts else 1)
+    return longest_text(welcome) * (MOST_TRUNCATED if cuts else 1)
 
 
 def names_of(param: str, count: int) -> list[str]:
@@ -227,7 +242,7 @@ def prepare_vectors(
     engine: Engine,
     options: ServeOptions,
     context: PoolingContext,
-    answer: Answer,
+    answer: PooledAnswer,
     how: TextOptions = _OF_INPUT,
 ) -> PreparedRequest:
     """A request for what the model makes of texts or of lists of token ids, of the field `how.param`. Raises
@@ -244,9 +259,13 @@ def ready(
     names: Sequence[str],
     params: PoolingParams,
     context: PoolingContext,
-    answer: Answer,
+    answer: PooledAnswer,
 ) -> PreparedRequest:
-    """names: the prompts' fields, for errors. Raises ApiError."""
+    """names: the prompts' fields, for errors. A prompt that is longer than the engine takes is asked for in chunks, if
+    the model's pooling has them. Raises ApiError."""
+    welcome = engine.connected.welcome
+    if welcome.pooling is not None and welcome.pooling.longest is not None and params.task == "embed":
+        answer.counts, prompts, names = in_chunks(prompts, names, welcome)
     return PreparedRequest(engine, context.id, checked(engine, prompts, names, params, context), answer)
 
 

@@ -15,6 +15,7 @@ from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request_stream import RequestStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import RESERVED, cache_salt, check_text_length
+from headrace.frontend.http.apis.pooling.chunks import Pooled
 from headrace.frontend.http.apis.pooling.conversations import TextFields
 from headrace.frontend.http.apis.pooling.pooled import (
     PooledAnswer,
@@ -235,7 +236,7 @@ def prepare_classify(
     params = _params(request, "classify", pooling, model)
     how, labels = TextOptions(request.truncation_side, special=request.add_special_tokens is not False), pooling.labels
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> ClassifyResponse:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> ClassifyResponse:
         found = []
         for index, stream in enumerate(streams):
             probs = [float(each) for each in stream.vectors or ()]
@@ -354,7 +355,7 @@ def prepare_pairs(
     places = {text: at for at, text in enumerate(_texts(pairs))}
     prompts = prompts_of(list(places), params, engine, TextOptions(side, param=names[1]))
 
-    def of_texts(streams: Sequence[PoolingStream], usage: PoolingUsage) -> Any:
+    def of_texts(streams: Sequence[Pooled], usage: PoolingUsage) -> Any:
         vectors = [stream.vectors for stream in streams if stream.vectors is not None]
         return write([similarity(pooling, vectors[places[a]], vectors[places[b]]) for a, b in pairs], usage)
 
@@ -369,7 +370,7 @@ def _texts(pairs: Sequence[tuple[str, str]]) -> list[str]:
 def _of_values(write: Callable[[Sequence[float], PoolingUsage], Any]) -> Write:
     """Writes what is made of each prompt's one value."""
 
-    def of_values(streams: Sequence[PoolingStream], usage: PoolingUsage) -> Any:
+    def of_values(streams: Sequence[Pooled], usage: PoolingUsage) -> Any:
         return write([each.vectors[0] for each in streams if each.vectors is not None], usage)
 
     return of_values

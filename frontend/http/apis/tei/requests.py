@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.fleet.engine import Engine
 from headrace.frontend.http.apis.openai.prompts import check_text_length
+from headrace.frontend.http.apis.pooling.chunks import Pooled
 from headrace.frontend.http.apis.pooling.embeddings import SparseValue, pairs_of
 from headrace.frontend.http.apis.pooling.pooled import (
     Dimensions,
@@ -157,13 +157,13 @@ def prepare_embed_all(
 def prepare_embed_sparse(
     request: TeiEmbedSparseRequest, engine: Engine, options: ServeOptions, context: PoolingContext
 ) -> PreparedRequest:
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[list[SparseValue]]:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> list[list[SparseValue]]:
         return [pairs_of(stream.parts[0]) for stream in streams]
 
     return _prepared(request, {"task": "embed_sparse"}, engine, options, context, write)
 
 
-def _lists(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
+def _lists(streams: Sequence[Pooled], usage: PoolingUsage) -> list[Any]:
     return [stream.parts[0].tolist() for stream in streams]
 
 
@@ -195,7 +195,7 @@ def prepare_predict(
     for texts, param in zip(inputs, names, strict=True):
         prompts += _one_or_pair(texts, params, engine, request.side, param)
 
-    def write(streams: Sequence[PoolingStream], usage: PoolingUsage) -> list[Any]:
+    def write(streams: Sequence[Pooled], usage: PoolingUsage) -> list[Any]:
         found = []
         for stream in streams:
             scores = stream.parts[0].tolist()
