@@ -252,12 +252,12 @@ def _embedding(
         raise OptionError(
             f"pooling type {tokens} reads all tokens of a prompt, beside which nothing is generated: add runner=pooling"
         )
-    if config.task not in (None, "embed", "token_embed"):
-        raise OptionError(f"pooler_config.task is {config.task}, and {checkpoint.name} embeds: embed or token_embed")
     activate = config.use_activation
     if activate is None:
         activate = folder is None or folder.normalizes
     outputs = _outputs(tokens, folder, checkpoint, pools=pools)
+    if config.task not in (None, *outputs):
+        raise OptionError(f"pooler_config.task is {config.task}, and {checkpoint.name} embeds: {' or '.join(outputs)}")
     kinds = (config.task,) if config.task else tuple(outputs)
     widths = {
         kind: _width_behind(output.layers, width * len(output.tokens.split(JOINT))) for kind, output in outputs.items()

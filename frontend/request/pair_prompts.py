@@ -48,7 +48,7 @@ def scoring_task(welcome: Welcome) -> str:
             return kind
     if "classify" not in pooling.kinds:
         raise InvalidRequestError(
-            f"Score API is not supported by this model, whose tasks are {', '.join(pooling.kinds)}; it needs classify "
+            f"This model does not support the Scoring API: its tasks are {', '.join(pooling.kinds)}; it needs classify "
             "with one label, or embed"
         )
     if pooling.width != 1:

@@ -347,6 +347,10 @@ def test_bge_m3_has_three_outputs_of_one_call(tmp_path: Path) -> None:
         params = PoolingParams(returned_token_ids=[0])
         (weighed,) = llm.encode(DOCUMENTS[:1], params, pooling_task="token_classify", use_tqdm=False)
         assert weighed.outputs.data.shape[1] == 1
+    pooler = {"task": "token_classify"}
+    with LLM(str(tmp_path), in_process=True, pooler_config=pooler, **ENGINE) as llm:
+        (alone,) = llm.encode(DOCUMENTS[:1], use_tqdm=False)
+        assert torch.equal(alone.outputs.data, weighed.outputs.data)
     with serving_here(folder=tmp_path, dtype="float32") as server, server.client() as client:
         (item,) = client.post("/pooling", json={"input": DOCUMENTS[0], "task": task}).json()["data"]
         assert list(item["data"]) == task.split("&")
