@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+import thinned
 from hypothesis import HealthCheck, settings
 from patience import within
 
@@ -73,6 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     begun_first = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
     places = {path: (begun_first.get(path, len(begun_first)), path.parts) for path in {item.path for item in items}}
     items.sort(key=lambda item: places[item.path])
+
+
+pytest_generate_tests = thinned.pytest_generate_tests
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -34,3 +34,20 @@ def pairs(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
         for at, row in enumerate(rows)
         for place, column in enumerate(columns)
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
+    """A hook of conftest.py: no item is made of a case that `-m 'not system'` would deselect, as two fifths of all are.
+    The names of cases are those of the whole matrix, in which a number tells apart what looks the same.
+
+    Where no case is to run, one stays and is deselected. Where one is asked for by its name, all are made.
+    """
+    yield
+    config, cases = metafunc.config, metafunc._calls
+    if config.getoption("markexpr") != "not system" or any("::" in argument for argument in config.args):
+        return
+    if metafunc.definition.get_closest_marker("system") is not None:
+        metafunc._calls = cases[:1]
+    else:
+        metafunc._calls = [case for case in cases if all(mark.name != "system" for mark in case.marks)] or cases[:1]
