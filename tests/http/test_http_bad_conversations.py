@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import anthropic
 import ollama
 import openai
 import pytest
@@ -39,6 +38,8 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=["chat", "responses", "messages", "ollama"])
 def api(server: Any, request: pytest.FixtureRequest) -> Iterator[Api]:
+    import anthropic
+
     sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
     claude = anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0)
     local = ollama.Client(host=server.url)

@@ -6,21 +6,20 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import msgspec
 import pytest
-from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent, Usage
-from anthropic.types import message_create_params as plain_params
-from anthropic.types.beta import message_create_params as beta_params
 from http_server import serving
 from null_with_tokenizer import PARROT
 from pydantic import TypeAdapter
 from thinned import every
 
 from headrace.frontend.http.apis.anthropic.messages import NOT_SUPPORTED, MessagesRequest, as_chat
+
+if TYPE_CHECKING:
+    import anthropic  # which takes more than a second, of each process that collects tests
 
 END = "STOPHERE"
 TEMPLATE = (
@@ -60,6 +59,8 @@ def server():
 
 @pytest.fixture
 def client(server):
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
         yield client
 
@@ -67,6 +68,8 @@ def client(server):
 @contextlib.contextmanager
 def parrot(template: str, *more: str) -> Iterator[anthropic.Anthropic]:
     """Of a server of its own."""
+    import anthropic
+
     arguments = ("--distributed-executor-backend", PARROT, "--chat-template", template, "--max-model-len", "1024")
     with serving(*arguments, *more) as server, anthropic.Anthropic(base_url=server.url, api_key="k") as client:
         yield client
@@ -287,6 +290,9 @@ def test_texts_in_blocks_of_other_kinds_reach_the_model():
 
 def test_every_field_of_the_clients_is_known():
     """A field that nobody knows is taken and does nothing: none of Anthropic's may be such a one by accident."""
+    from anthropic.types import message_create_params as plain_params
+    from anthropic.types.beta import message_create_params as beta_params
+
     kinds: Any = [beta_params.MessageCreateParamsBase, plain_params.MessageCreateParamsBase]
     fields = {name for kind in kinds for name in kind.__annotations__} - {"betas"}  # a header
     assert fields - set(MessagesRequest.__struct_fields__) - set(NOT_SUPPORTED) == set()
@@ -386,6 +392,8 @@ def test_bad_requests_are_refused_in_the_apis_own_shape(server, changes, words):
 
 
 def error_of(server: Any, **changes: Any) -> dict[str, Any]:
+    from anthropic.types import ErrorResponse
+
     with server.client(headers={"x-api-key": "k"}) as client:
         answer = client.post("/v1/messages", json={**body_of("x"), **changes})
     assert answer.status_code == 400, answer.text
@@ -396,6 +404,8 @@ def error_of(server: Any, **changes: Any) -> dict[str, Any]:
 
 def test_what_does_not_fit_the_context_is_told_in_the_words_that_agents_read(server):
     """By Claude Code's own patterns: it asks again with fewer tokens, or shortens the conversation."""
+    from anthropic.types import Usage
+
     exceeds = re.compile(
         r"^input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+), decrease input "
     )
@@ -532,6 +542,9 @@ def test_what_an_agent_tells_anthropics_service_before_its_system_prompt_defeats
 
 
 def test_models_are_told_to_anthropics_clients_in_their_own_types(client):
+    import anthropic
+    from anthropic.types import ErrorResponse, ModelInfo
+
     (model,) = client.models.list()
     assert ModelInfo.model_validate(model.to_dict(), strict=False) == client.models.retrieve("null")
     assert (model.id, model.display_name, model.type, model.max_input_tokens) == ("null", "null", "model", 1024)
@@ -541,6 +554,8 @@ def test_models_are_told_to_anthropics_clients_in_their_own_types(client):
 
 
 def test_a_wrong_key_is_an_authentication_error(server):
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**body_of("x"))
@@ -557,6 +572,8 @@ def test_events_are_named_and_there_is_no_other_end(server):
 
 
 def test_answers_events_and_errors_are_of_the_clients_own_types(server):
+    from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
+
     event: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     with server.client(headers={"x-api-key": "k"}) as client:
         whole = client.post("/v1/messages", json=body_of(SAID, tools=[WEATHER])).json()

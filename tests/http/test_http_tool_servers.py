@@ -13,7 +13,6 @@ import openai
 import pytest
 import uvicorn
 from http_server import Server, serving
-from mcp.server.mcpserver import MCPServer
 from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseStreamEvent
 from opentelemetry.trace import get_current_span
@@ -40,6 +39,8 @@ def call_of(name: str, **arguments: Any) -> str:
 @contextlib.contextmanager
 def tool_server() -> Iterator[str]:
     """The address of a real MCP server, in a thread."""
+    from mcp.server.mcpserver import MCPServer  # half a second, of each process that collects tests
+
     lab = MCPServer("lab")
 
     @lab.tool()

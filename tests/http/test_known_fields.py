@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -9,12 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic.types import message_create_params as claude
 from http_server import events_of
-from ollama import _types as ollama_types
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
 from server_here import MODEL, ServerHere, serving_here
 from thinned import every, thinned
 
@@ -105,6 +101,12 @@ OF_SERVERS = (
 
 def of_clients() -> set[str]:
     """The fields that the clients of OpenAI, Anthropic and Ollama can send."""
+    from anthropic.types import message_create_params as claude  # more than a second
+    from ollama import _types as ollama_types
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
     kinds: list[Any] = [
         completion_create_params.CompletionCreateParamsBase,
         chat_create_params.CompletionCreateParamsBase,
@@ -119,14 +121,18 @@ def of_clients() -> set[str]:
 
 AS_IT_IS = (("cache_prompt", True), ("do_sample", True))
 """Values that ask for what happens anyway."""
-NAMES = sorted(
-    {
-        *OF_SERVERS,
-        *of_clients(),
-        *(name for kind in KINDS.values() for name in kind.__struct_fields__),
-        *(name for others in OTHERS.values() for name in others),
-    }
-)
+
+
+@functools.cache
+def all_names() -> list[str]:
+    return sorted(
+        {
+            *OF_SERVERS,
+            *of_clients(),
+            *(name for kind in KINDS.values() for name in kind.__struct_fields__),
+            *(name for others in OTHERS.values() for name in others),
+        }
+    )
 
 
 def asks_for_nothing(other: Any, value: Any) -> bool:
@@ -171,7 +177,7 @@ def test_a_field_that_a_route_lacks_is_taken_as_one_of_its_own_or_refused_by_nam
     body = LEAST[kind.__name__]
     decoder = RequestDecoder(strict=False, others=OTHERS)
     plain = decoder.decode(json.dumps(body).encode(), kind)
-    missing = [name for name in NAMES if name not in kind.__struct_fields__]
+    missing = [name for name in all_names() if name not in kind.__struct_fields__]
     assert len(missing) > 200
     for name in missing:
         refused = changed = 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor
 
@@ -23,6 +22,8 @@ class PeftModels:
 
     def make(self, name: str, *, seed: int = 1, size: float = 0.2, **config: Any) -> Path:
         """Saves an adapter with random factors of about this size, and returns its folder."""
+        import peft
+
         settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS} | config
         model = peft.get_peft_model(copy.deepcopy(self._base), peft.LoraConfig(**settings)).eval()
         generator = torch.Generator().manual_seed(seed)
@@ -43,10 +44,14 @@ class PeftModels:
 
     def take(self, name: str) -> None:
         """An adapter of the folder, which was made for another model."""
+        import peft
+
         self._adapted[name] = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), str(self.folder / name)).eval()
 
     def add(self, name: str, parts: Sequence[str], scales: Sequence[float]) -> None:
         """What peft says with the sum of these adapters under another name; nothing is saved."""
+        import peft
+
         model = peft.PeftModel.from_pretrained(copy.deepcopy(self._base), self.folder / parts[0], parts[0])
         for part in parts[1:]:
             model.load_adapter(str(self.folder / part), part)
