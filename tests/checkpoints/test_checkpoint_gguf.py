@@ -46,7 +46,7 @@ SAID_OTHERWISE = {
 """Cases whose files say the same model in other words, and what. `test_gguf_families.py` compares all cases' tokens."""
 
 
-@pytest.mark.parametrize("name", every(3, [name for name in CASES if name not in SAID_OTHERWISE]))
+@pytest.mark.parametrize("name", every(6, [name for name in CASES if name not in SAID_OTHERWISE]))
 def test_a_gguf_file_gives_the_config_and_the_weights_of_the_checkpoint_it_came_from(name: str, tmp_path: Path) -> None:
     case = CASES[name].make()
     checkpoint = open_checkpoint(Options(model=str(case.save(tmp_path / "model.gguf"))))

@@ -83,7 +83,7 @@ def interrupted(command: str, after_s: float, folder: Path) -> tuple[int, str]:
     return program.returncode, errors.decode(errors="replace")
 
 
-@pytest.mark.parametrize("command", every(2, COMMANDS))
+@pytest.mark.parametrize("command", every(4, COMMANDS))
 def test_an_interrupt_at_any_instant_ends_a_command_quietly(command: str, tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text("{}\n" * 3)
     instants = [LATEST_S * (index / NUM_INSTANTS) ** 2 for index in range(NUM_INSTANTS)]

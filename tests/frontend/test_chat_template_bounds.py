@@ -71,7 +71,7 @@ def own_helper() -> Iterator[None]:
 @pytest.mark.parametrize(
     "template",
     every(
-        2,
+        4,
         [
             "{{ 'a'|center(2000000000) }}",
             "{{ 'a'|default('b')|center(width=2000000000) }}",

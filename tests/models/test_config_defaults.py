@@ -69,7 +69,7 @@ def expect_defaults_of_transformers(kind: str, config: dict[str, Any], what: str
     assert spec == expected or weight_shapes(spec) != weight_shapes(expected), what
 
 
-@pytest.mark.parametrize("kind", every(3, KINDS))
+@pytest.mark.parametrize("kind", every(6, KINDS))
 def test_a_field_that_is_left_out_has_transformers_default_or_is_asked_for(kind: str) -> None:
     whole = config_of(kind)
     if whole is None:

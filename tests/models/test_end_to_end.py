@@ -34,11 +34,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-EVERY_VARIANT = {
-    *("llama", "llama_gqa_tied", "llama_dynamic", "mistral_window", "gemma3", "opt_projected_post_norm"),
-    *("mixtral_window", "deepseek_v3_moe"),
-}
-"""What differs in what the cache holds and how batches are read. `make test` has all others with few blocks alone."""
+EVERY_VARIANT = {"llama", "llama_dynamic", "gemma3", "deepseek_v3_moe"}
+"""What differs in how batches are read: as a program or op by op, with windows, by latent attention."""
+FEW_BLOCKS = {*EVERY_VARIANT, "llama_gqa_tied", "mistral_window", "opt_projected_post_norm", "mixtral_window"}
+"""What differs in what the cache holds. `make test` has all others with few blocks alone, or in test_models.py."""
 
 
 @cache
@@ -80,7 +79,10 @@ def expect_greedy(name: str, prompts: list[list[int]], answers: list[list[int]])
 
 def marked(name: str, variant: str) -> Any:
     in_decoder = [*tiny_models.TINY_MODELS].index(name) % 2 == 0  # where test_models.py has it
-    is_long = name not in EVERY_VARIANT and (variant != "few blocks" or name in AS_ANOTHER or in_decoder)
+    if variant == "few blocks":
+        is_long = name not in FEW_BLOCKS and (name in AS_ANOTHER or in_decoder)
+    else:
+        is_long = name not in EVERY_VARIANT
     return pytest.param(name, variant, marks=[pytest.mark.system] if is_long else [])
 
 

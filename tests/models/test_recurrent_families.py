@@ -40,6 +40,8 @@ EACH_KIND = (
     *("lfm2_moe", "mamba2", "qwen3_5", "jamba", "kimi_linear", "minimax", "falcon_h1", "inkling", "qwen4_exp"),
 )
 """A family of each kind of layers, and of those beside attention. With all others, prompts of any length take long."""
+LONGEST = ("inkling", "qwen4_exp")
+"""`make test` has their answers on two ranks, and with drafts."""
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
 
@@ -74,7 +76,7 @@ def expect_answers(name: str, prompts: list[list[int]], outputs: list[Any]) -> N
 
 
 @pytest.mark.parametrize(("most_length", "most"), [(257, 20), pytest.param(700, 64, marks=pytest.mark.system)])
-@pytest.mark.parametrize("name", thinned(FAMILIES, EACH_KIND.__contains__))
+@pytest.mark.parametrize("name", thinned(FAMILIES, lambda name: name in EACH_KIND and name not in LONGEST))
 def test_greedy_tokens_equal_transformers(folder: Path, name: str, most_length: int, most: int) -> None:
     """Of short and long prompts, computed in one step or in chunks that end anywhere."""
     params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)

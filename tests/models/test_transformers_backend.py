@@ -138,7 +138,7 @@ def last_states(model: Any, prompts: list[list[int]]) -> Tensor:
     return torch.nn.functional.normalize(torch.stack(states), dim=1)
 
 
-@pytest.mark.parametrize("name", every(5, [each for each in FOREIGN if each != "llama"]))
+@pytest.mark.parametrize("name", every(10, [each for each in FOREIGN if each != "llama"]))
 def test_states_of_transformers_code_are_pooled(name: str, tmp_path: Path) -> None:
     """Of a model that generates, and of one that was saved without its head; in chunks, and beside answers."""
     prompts = [[token % 100 + 3 for token in range(length)] for length in (1, 5, 17, 40)]
