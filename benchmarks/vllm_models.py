@@ -27,10 +27,14 @@ _XLMR_WORDS = {
 """Of the tokenizer of XLM-RoBERTa: what the tests name."""
 
 
-def _xlmr_tokenizer(folder: Path, limit: int) -> int:
+def _xlmr_tokenizer(folder: Path, limit: int, demo: Path) -> int:
+    """A Unigram tokenizer with the words of the demo model's, as many tokens as XLM-RoBERTa's, and some of its ids."""
     letters = [chr(each) for each in range(33, 127)] + list("éèüöñ")
+    vocabulary = json.loads((demo / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [word.replace("Ġ", "▁") for word in vocabulary]
+    letters += [word for word in words if word.removeprefix("▁").isalpha()]
     known = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>", **_XLMR_WORDS}
-    given = iter([*letters, *("▁" + each for each in letters), "▁"])
+    given = iter(dict.fromkeys([*letters, *("▁" + each for each in letters), "▁"]))
     size = 250_002
     taken = set(known.values())
     pieces = []
@@ -40,7 +44,7 @@ def _xlmr_tokenizer(folder: Path, limit: int) -> int:
             piece = next((each for each in given if each not in taken), None)
         known_piece = piece or f"<extra_{index}>"
         taken.add(known_piece)
-        pieces.append((known_piece, -1.0 if index in _XLMR_WORDS else -20.0))
+        pieces.append((known_piece, -1.0 if index in _XLMR_WORDS else -10.0))
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -94,8 +98,8 @@ def _sentence_folder(folder: Path, pooling: str, width: int, limit: int, normali
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit, "do_lower_case": False}))
 
 
-def e5_small(folder: Path, _: Path) -> None:
-    size = _xlmr_tokenizer(folder, 512)
+def e5_small(folder: Path, demo: Path) -> None:
+    size = _xlmr_tokenizer(folder, 512, demo)
     config = transformers.BertConfig(
         vocab_size=size, hidden_size=384, intermediate_size=512, max_position_embeddings=512, pad_token_id=1, **_LAYERS
     )
@@ -117,8 +121,8 @@ def _bert(
     return make
 
 
-def bge_m3(folder: Path, _: Path) -> None:
-    size = _xlmr_tokenizer(folder, 8192)
+def bge_m3(folder: Path, demo: Path) -> None:
+    size = _xlmr_tokenizer(folder, 8192, demo)
     config = transformers.XLMRobertaConfig(
         vocab_size=size,
         hidden_size=96,
@@ -135,8 +139,8 @@ def bge_m3(folder: Path, _: Path) -> None:
         torch.save(weights, folder / f"{name}.pt")
 
 
-def xlmr_reranker(folder: Path, _: Path) -> None:
-    size = _xlmr_tokenizer(folder, 512)
+def xlmr_reranker(folder: Path, demo: Path) -> None:
+    size = _xlmr_tokenizer(folder, 512, demo)
     config = transformers.XLMRobertaConfig(
         vocab_size=size, hidden_size=48, intermediate_size=64, max_position_embeddings=514, type_vocab_size=1,
         num_labels=1, **_LAYERS,
@@ -229,9 +233,9 @@ def internlm2_reward(folder: Path, demo: Path) -> None:
 def _of_encoder(kind: str, end: str, **config: Any) -> Callable[[Path, Path], None]:
     """A small encoder of a class of transformers, with the tokenizer of XLM-RoBERTa or of BERT."""
 
-    def make(folder: Path, _: Path) -> None:
+    def make(folder: Path, demo: Path) -> None:
         roberta = "Roberta" in kind
-        size = (_xlmr_tokenizer if roberta else _bert_tokenizer)(folder, 512)
+        size = _xlmr_tokenizer(folder, 512, demo) if roberta else _bert_tokenizer(folder, 512)
         named = {"pad_token_id": 1} if roberta else {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
         if kind == "ModernBert":
             named |= {"bos_token_id": 2, "eos_token_id": 3}
