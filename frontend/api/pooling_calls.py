@@ -15,6 +15,7 @@ from headrace.frontend.request.pair_prompts import (
     paired,
     query_vectors,
     scoring_task,
+    shortened,
     similarity,
     tokenize_pairs,
 )
@@ -144,7 +145,12 @@ class PoolingCalls:
         {"content": [{"type": "text", "text": ...}]}. Raises InvalidRequestError before any request runs."""
         check_arguments("score", others)
         client = self._pooling_client("LLM.score()")
-        pairs, task = paired(data_1, data_2), scoring_task(client.welcome)
+        pairs: Sequence[tuple[str, str]] = paired(data_1, data_2)
+        task = scoring_task(client.welcome)
+        if isinstance(pooling_params, PoolingParams) and any(most_of_texts := pooling_params.most_of_texts()):
+            pairs = shortened(pairs, most_of_texts, client.tokenizer)
+            pooling_params = pooling_params.clone()
+            pooling_params.extra_kwargs = None
         how = tokenization_of(tokenization_kwargs)
         if chat_template is not None and task != "classify":
             raise InvalidRequestError(

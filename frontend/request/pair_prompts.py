@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
@@ -56,6 +56,24 @@ def scoring_task(welcome: Welcome) -> str:
             f"Scoring API is only enabled for num_labels == 1, and this classifier has {pooling.width} labels"
         )
     return "classify"
+
+
+def shortened(
+    pairs: Sequence[tuple[str, str]],
+    most: tuple[int, int],
+    tokenizer: Tokenizer | None,
+    enough: Callable[[str, int], str] = lambda text, most: text,
+) -> Sequence[tuple[str, str]]:
+    """The pairs, whose first texts have at most most[0] tokens and their second ones most[1]; 0: all. enough: as much
+    of a text as has so many tokens, or more."""
+    if tokenizer is None or not any(most):
+        return pairs
+
+    def cut(text: str, num_tokens: int) -> str:
+        return tokenizer.beginning(enough(text, num_tokens), num_tokens) if num_tokens else text
+
+    by_side = [{text: cut(text, num) for text in {pair[side] for pair in pairs}} for side, num in enumerate(most)]
+    return [(by_side[0][first], by_side[1][second]) for first, second in pairs]
 
 
 def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:

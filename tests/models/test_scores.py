@@ -89,6 +89,21 @@ def test_a_tokenizer_may_not_tell_two_texts_apart(bert: Path, tmp_path: Path, sa
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
+def test_a_pairs_texts_may_be_shortened(bert: Path) -> None:
+    with LLM(str(bert), in_process=True, **ENGINE) as llm:
+        cuts = PoolingParams(extra_kwargs={"max_tokens_per_query": 3, "max_tokens_per_doc": 5})
+        (whole,), (cut,) = (
+            llm.score(QUERY, DOCUMENTS[0], pooling_params=params, use_tqdm=False) for params in (None, cuts)
+        )
+        assert len(cut.prompt_token_ids) == 3 + 3 + 5
+        assert cut.prompt_token_ids[1:4] == whole.prompt_token_ids[1:4]
+        with pytest.raises(InvalidRequestError, match=r"are of LLM\.score"):
+            llm.classify(QUERY, pooling_params=cuts, use_tqdm=False)
+    for given, said in (({"max_tokens_per_doc": -1}, "max_tokens_per_doc must be a non-negative"), ({"x": 1}, "takes")):
+        with pytest.raises(InvalidRequestError, match=said):
+            PoolingParams(extra_kwargs=given)
+
+
 def test_a_copy_with_a_classifier_has_no_template_of_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "Qwen3-Reranker-0.6B-seq-cls"
     config = tiny_models.build("qwen3").config.__class__(

@@ -21,9 +21,9 @@ REFUSED_TASKS = {
     "encode": "`encode` task was removed; use `token_embed` or `token_classify` instead.",
     "plugin": "No IOProcessor plugin installed: there are none here; name one of the model's tasks.",
 }
+MOST_OF_TEXTS = ("max_tokens_per_query", "max_tokens_per_doc")
 NOT_SUPPORTED = {
     "late_interaction_params": "LLM.score and POST /score compare tokens' vectors by themselves",
-    "extra_kwargs": "there are no plugins of pooling that read it",
 }
 
 
@@ -62,6 +62,7 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
     """Compute the whole prompt; its blocks are still cached for other requests."""
     late_interaction_params: Any = None
     extra_kwargs: dict[str, Any] | None = None
+    """Of LLM.score: max_tokens_per_query and max_tokens_per_doc, the most tokens of each first and second text."""
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     truncate_prompt_tokens: int | None = None
     """Most tokens of the prompt to keep; -1 means max_model_len."""
@@ -133,12 +134,29 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
                 raise InvalidRequestError(
                     f"PoolingParams.returned_token_ids must be a list of integers of at least 0, not {ids!r:.100}"
                 )
+        self.most_of_texts()
         for name, why in NOT_SUPPORTED.items():
             if getattr(self, name) is not None:
                 raise InvalidRequestError(f"PoolingParams.{name} is not supported by this version: {why}; leave it out")
 
+    def most_of_texts(self) -> tuple[int, int]:
+        """The most tokens of the first and of the second text of a pair; 0: all. Raises InvalidRequestError."""
+        given = {} if self.extra_kwargs is None else self.extra_kwargs
+        if not isinstance(given, dict) or not given.keys() <= set(MOST_OF_TEXTS):
+            raise InvalidRequestError(
+                f"PoolingParams.extra_kwargs takes {' and '.join(MOST_OF_TEXTS)}, not {given!r:.100}"
+            )
+        values = [0 if (value := given.get(name)) is None else plain_integer(value) for name in MOST_OF_TEXTS]
+        for name, value in zip(MOST_OF_TEXTS, values, strict=True):
+            if value is None or value < 0:
+                raise InvalidRequestError(f"{name} must be a non-negative integer, not {given[name]!r:.100}")
+        first, second = values
+        return first or 0, second or 0
+
     def to_wire(self, pooling: Pooling, model: str) -> Pool:
         """The task for an engine of this model. Raises InvalidRequestError for what the model cannot do."""
+        if any(self.most_of_texts()):
+            raise InvalidRequestError(f"PoolingParams.extra_kwargs: {' and '.join(MOST_OF_TEXTS)} are of LLM.score")
         kinds: tuple[Any, ...] = tuple((self.task or pooling.kinds[0]).split("&"))
         for kind in kinds:
             if kind in pooling.kinds:

@@ -45,6 +45,7 @@ from headrace.frontend.request.pair_prompts import (
     late_prompts,
     query_vectors,
     scoring_task,
+    shortened,
     similarity,
     tokenize_pairs,
 )
@@ -262,28 +263,12 @@ def _prepared(
     _, pooling = pooling_of(engine, model, "scores")
     params = _params(request, task_of_scores(engine, model), pooling, model)
     context = PoolingContext(who[0], cache_salt(request, who[1]), request.priority, request.model)
-    most = request.max_tokens_per_query, request.max_tokens_per_doc
-    pairs = _shortened(pairs, most, engine)
+    most, tokenizer = (request.max_tokens_per_query or 0, request.max_tokens_per_doc or 0), engine.connected.tokenizer
+    if tokenizer is not None:
+        pairs = shortened(pairs, most, tokenizer, functools.partial(enough_of, tokenizer=tokenizer, from_left=False))
     variables = request.chat_template_kwargs or {}
     asked = Pairs(pairs, names, params, request.truncation_side, request.instruction, variables)
     return prepare_pairs(asked, engine, options, context, write)
-
-
-def _shortened(
-    pairs: Sequence[tuple[str, str]], most: tuple[int | None, int | None], engine: Engine
-) -> Sequence[tuple[str, str]]:
-    """The pairs, whose first texts have at most most[0] tokens and their second ones most[1]. Raises ApiError."""
-    tokenizer = engine.connected.tokenizer
-    if tokenizer is None or not any(most):
-        return pairs
-
-    def cut(text: str, num_tokens: int | None) -> str:
-        if not num_tokens:
-            return text
-        return tokenizer.beginning(enough_of(text, num_tokens, tokenizer, from_left=False), num_tokens)
-
-    by_side = [{text: cut(text, num) for text in {pair[side] for pair in pairs}} for side, num in enumerate(most)]
-    return [(by_side[0][first], by_side[1][second]) for first, second in pairs]
 
 
 class Pairs(NamedTuple):
