@@ -315,7 +315,8 @@ def _outputs(
         special = _tokens_of(checkpoint, "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
         weights = folder.weights_of_tokens
         outputs["embed_sparse"] = PooledOutput("ALL", weights, IDENTITY, is_sparse=True, skipped=special)
-        outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, skipped=special)
+        ends = _tokens_of(checkpoint, "bos_token_id", "eos_token_id")  # alone, as vLLM: one weight for each other token
+        outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, skipped=ends)
     return outputs
 
 

@@ -351,6 +351,8 @@ def test_bge_m3_has_three_outputs_of_one_call(tmp_path: Path) -> None:
     with LLM(str(tmp_path), in_process=True, pooler_config=pooler, **ENGINE) as llm:
         (alone,) = llm.encode(DOCUMENTS[:1], use_tqdm=False)
         assert torch.equal(alone.outputs.data, weighed.outputs.data)
+        (unknown,) = llm.encode([{"prompt_token_ids": [0, 7, 1, 8, 2]}], use_tqdm=False)
+        assert len(unknown.outputs.data) == 3, "of all tokens between the first and the last, as vLLM's"
     with serving_here(folder=tmp_path, dtype="float32") as server, server.client() as client:
         (item,) = client.post("/pooling", json={"input": DOCUMENTS[0], "task": task}).json()["data"]
         assert list(item["data"]) == task.split("&")
