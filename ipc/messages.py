@@ -596,6 +596,8 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """`Pool.columns` if a request does not say."""
     widths: tuple[int, ...] = ()
     """As `width`, of each of `kinds`; none: all are the same."""
+    flat: tuple[str, ...] = ()
+    """Those of `kinds` that have one number for each token, which clients give as such, and not as vectors of one."""
     longest: int | None = None
     """The most tokens of a text that clients have embedded in chunks; None: max_model_len, and there are no chunks."""
 

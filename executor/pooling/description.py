@@ -282,6 +282,7 @@ def _embedding(
         similarity="cosine" if folder is None else folder.similarity,
         late_interaction=late,
         widths=tuple(widths[kind] for kind in kinds),
+        flat=tuple(kind for kind in kinds if outputs[kind].is_flat),
         longest=config.max_embed_len,
     )
     return Tasks(not pools, pooling, _most_tokens(checkpoint, folder, spec), outputs)
@@ -316,7 +317,7 @@ def _outputs(
         weights = folder.weights_of_tokens
         outputs["embed_sparse"] = PooledOutput("ALL", weights, IDENTITY, is_sparse=True, skipped=special)
         ends = _tokens_of(checkpoint, "bos_token_id", "eos_token_id")  # alone, as vLLM: one weight for each other token
-        outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, skipped=ends)
+        outputs["token_classify"] = PooledOutput("ALL", weights, IDENTITY, is_flat=True, skipped=ends)
     return outputs
 
 

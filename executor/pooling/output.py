@@ -27,6 +27,8 @@ class PooledOutput:
     is_sparse: bool = False
     """The result are pairs of a token id and its weight above 0: of ALL, the largest of each of the prompt's tokens;
     else those values of the vector over the vocabulary that are not 0."""
+    is_flat: bool = False
+    """Of ALL: one number for each token."""
     skipped: tuple[int, ...] = ()
     """Of ALL: tokens that have no vector."""
     kept: int | None = None

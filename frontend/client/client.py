@@ -181,7 +181,11 @@ class CoreClient(AsyncControls):
         if request.priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
             self._has_warned_of_priority = True
             logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")
-        stream = RequestStream(request, self.tokenizer) if request.pooling_task is None else PoolingStream(request)
+        stream = (
+            RequestStream(request, self.tokenizer)
+            if request.pooling_task is None
+            else PoolingStream(request, self.welcome.pooling)
+        )
         stream.listener = listener
         self.requests.add(stream)
         return stream

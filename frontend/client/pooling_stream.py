@@ -8,14 +8,16 @@ from headrace.frontend.client.request_stream import RequestStream, SequenceState
 from headrace.frontend.request.checks import CheckedRequest
 from headrace.frontend.request.outputs import RequestOutput
 from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput, SeveralOutputs
-from headrace.ipc.messages import Task
+from headrace.ipc.messages import Pooling, Task
 
 
 class PoolingStream(RequestStream):
     """A `RequestStream` whose one sequence gets no tokens, but vectors."""
 
-    def __init__(self, request: CheckedRequest) -> None:
+    def __init__(self, request: CheckedRequest, pooling: Pooling | None = None) -> None:
         super().__init__(request, None)
+        self._flat = ("embed", "classify", *(() if pooling is None else pooling.flat))
+        """Kinds whose results are no lists of vectors."""
         assert request.pooling_task is not None, "it is a request that pools"
         self._task = request.pooling_task
         self.parts: list[PoolingOutput] = []
@@ -32,8 +34,8 @@ class PoolingStream(RequestStream):
 
     def take(self, values: memoryview[Any], width: int) -> None:
         """Adds the part of the next kind."""
-        is_one = self.kinds[len(self.parts)] in ("embed", "classify")
-        self.parts.append(PoolingOutput(values, None if is_one else width))
+        is_flat = self.kinds[len(self.parts)] in self._flat
+        self.parts.append(PoolingOutput(values, None if is_flat else width))
 
     def task_of(self, sequence: SequenceState) -> Task:
         return self._task

@@ -346,7 +346,7 @@ def test_bge_m3_has_three_outputs_of_one_call(tmp_path: Path) -> None:
             llm.encode(DOCUMENTS[:1], params, pooling_task="token_classify", use_tqdm=False)
         params = PoolingParams(returned_token_ids=[0])
         (weighed,) = llm.encode(DOCUMENTS[:1], params, pooling_task="token_classify", use_tqdm=False)
-        assert weighed.outputs.data.shape[1] == 1
+        assert weighed.outputs.data.shape == (len(weighed.prompt_token_ids) - 2,)
     pooler = {"task": "token_classify"}
     with LLM(str(tmp_path), in_process=True, pooler_config=pooler, **ENGINE) as llm:
         (alone,) = llm.encode(DOCUMENTS[:1], use_tqdm=False)
