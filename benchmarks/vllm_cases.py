@@ -3,10 +3,10 @@
     python benchmarks/vllm_cases.py VLLM_SOURCES DEMO_FOLDER [--report FILE] [--only PART ...] [--seconds N]
 
 VLLM_SOURCES is an unpacked source archive of vLLM, whose tests run as they are; `benchmarks/demo_folder.py` makes
-DEMO_FOLDER. Needs `pytest-asyncio`, `accelerate`, `pybase64`, `fastapi` and `sentence-transformers`. The names of models on the hub that the tests ask for
-are links to DEMO_FOLDER in a cache that is made for the run, with the context length that each was published with, so
-every model is the demo model, and every adapter is a small one of it; those of tests of pooling are made by
-`benchmarks/vllm_models.py`. `benchmarks/vllm_stand_ins.py` is the rest of the adapter.
+DEMO_FOLDER. Needs `pytest-asyncio`, `accelerate`, `pybase64`, `fastapi` and `sentence-transformers`. The names of
+models on the hub that the tests ask for are links to DEMO_FOLDER in a cache that is made for the run, with the context
+length that each was published with, so every model is the demo model, and every adapter is a small one of it; those of
+tests of pooling are made by `benchmarks/vllm_models.py`. `benchmarks/vllm_stand_ins.py` is the rest of the adapter.
 
 A case passes; or uses something inside vLLM, which docs/coming-from-vllm.md says does not exist here; or skips itself;
 or fails. Each failure is looked up in `benchmarks/vllm_verdicts.json`, where a verdict names its cases one by one, and
