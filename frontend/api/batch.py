@@ -56,7 +56,7 @@ def checked_requests(
     requests, tasks = list[CheckedRequest](), dict[int, Pool]()
     for index, (prompt, each, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
         try:
-            requests.append(check(next(ids), prompt, each, client, rank, tasks))
+            requests.append(check(next(ids), prompt, each, client, rank, tasks, other_names=ids))
         except InvalidRequestError as error:
             raise _naming(index, len(prompts), error) from error
     return requests

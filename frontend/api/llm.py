@@ -494,8 +494,9 @@ class LLM(Controls, LoRAControls, PoolingCalls, NamesWhatIsMissing):
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
         self._use_loras([parsed], lora)
         (params,) = params_for(sampling_params, self._client.welcome, 1, kind)
-        name = next(self._request_ids) if request_id is None else request_id
-        return self._traced(check(name, parsed, params, self._client, priority))
+        names = self._request_ids if request_id is None else None
+        name = request_id if names is None else next(names)
+        return self._traced(check(name, parsed, params, self._client, priority, other_names=names))
 
     def _tokenized(self, prompts: list[Prompt], how: Tokenization = DEFAULT_TOKENIZATION) -> list[Prompt]:
         if self._client.may_wait:

@@ -17,8 +17,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.frontend.client.request_metrics import Meters, RequestCounts
 from headrace.frontend.client.request_stream import RequestListener, RequestStream
@@ -102,7 +104,7 @@ class RoutedRequests(Engines, RequestListener):
         what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none accepts it.
         """
         if request.name in self._streams:
-            raise id_in_use(request.name)
+            request = _renamed(request, self._streams)
         if affinity.rank is not None:
             self._check_rank(affinity.rank)
         if (engine := self._only) is not None:
@@ -325,6 +327,15 @@ class HealthLog:
     def forget(self, engine: str) -> None:
         """Call when the engine has ended."""
         self._ill.pop(engine, None)
+
+
+def _renamed(request: CheckedRequest, taken: Container[str]) -> CheckedRequest:
+    """The request under another name, as one with its own has been submitted since that was drawn. Raises
+    InvalidRequestError if its caller gave the name."""
+    names = request.other_names
+    if names is None:
+        raise id_in_use(request.name)
+    return msgspec.structs.replace(request, name=next(name for name in names if name not in taken))
 
 
 def id_in_use(name: str) -> InvalidRequestError:

@@ -6,7 +6,7 @@ The core checks each message again in its own terms (core/engine/admission.py), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +63,8 @@ class CheckedRequest(msgspec.Struct, frozen=True, eq=False):
     pooling_task: Pool | None = None
     """What is asked for if it pools."""
     trace: RequestTrace | None = None
+    other_names: Iterator[str] | None = None
+    """Where its name comes from if its caller gave none. It has another if the name is in use once it is submitted."""
 
 
 def check(
@@ -73,6 +75,7 @@ def check(
     priority: Any = 0,
     tasks: dict[int, Pool] | None = None,
     min_room: int = 1,
+    other_names: Iterator[str] | None = None,
 ) -> CheckedRequest:
     """The request, whose prompt is tokenised; truncates the prompt if the parameters ask for it.
 
@@ -86,7 +89,7 @@ def check(
         _check_adapters(prompt, welcome)
     if isinstance(params, PoolingParams):
         task = _check_pooling(prompt, params, welcome, {} if tasks is None else tasks)
-        return CheckedRequest(name, prompt, NO_TOKENS, priority, pooling_task=task)
+        return CheckedRequest(name, prompt, NO_TOKENS, priority, pooling_task=task, other_names=other_names)
     params = params.frozen()
     if not welcome.generates:
         raise InvalidRequestError(
@@ -114,7 +117,7 @@ def check(
         thinking = thinking_of(params, prompt, tokenizer, welcome)
         if thinking is not None:
             tokenized["thinking"] = thinking
-    return CheckedRequest(name, prompt, params, priority, room, tokenized)
+    return CheckedRequest(name, prompt, params, priority, room, tokenized, other_names=other_names)
 
 
 def _check_adapters(prompt: Prompt, welcome: Welcome) -> None:

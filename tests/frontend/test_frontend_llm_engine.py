@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_core import Faults, MemoryCore, expected_text, memory_core
@@ -15,6 +17,8 @@ from headrace import LLM, EngineArgs, InvalidRequestError, LLMEngine, OptionErro
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.api.sync_stream import MOST_UNREAD
+from headrace.frontend.client.request_stream import RequestStream
+from headrace.frontend.request.checks import CheckedRequest
 from headrace.ipc.messages import Abort
 from headrace.utils.argparse_utils import FlexibleArgumentParser
 
@@ -101,6 +105,44 @@ def test_other_calls_take_no_id_that_a_request_of_the_engine_has(llm: LLM, core:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+@pytest.mark.parametrize("call", ["generate", "enqueue", "stream"])
+def test_an_id_that_another_call_has_drawn_but_not_used_yet_is_free(
+    llm: LLM, core: MemoryCore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread adds a request while that of a call is checked."""
+    core.pause()
+    engine, params, submit = LLMEngine(llm), SamplingParams(max_tokens=3), llm._client.submit
+
+    def drawn(names: Iterator[str]) -> Iterator[str]:
+        for name in names:
+            if name == "0":
+                engine.add_request(name, "Hello", SamplingParams(max_tokens=2))
+            yield name
+
+    def submitted(request: CheckedRequest, *others: Any) -> RequestStream:
+        stream = submit(request, *others)
+        if len(llm._client) == 2:
+            core.resume()
+        return stream
+
+    monkeypatch.setattr(llm, "_request_ids", drawn(llm._request_ids))
+    monkeypatch.setattr(llm._client, "submit", submitted)
+    if call == "generate":
+        (output,) = llm.generate("World", params, use_tqdm=False)
+    elif call == "enqueue":
+        (name,) = llm.enqueue("World", params)
+        (output,) = llm.wait_for_completion(use_tqdm=False)
+        assert name == output.request_id
+    else:
+        *_, output = llm.stream("World", params)
+    assert output.finished
+    assert output.request_id == "1"
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [each for each in engine.step() if each.finished]
+    assert [(each.request_id, len(each.outputs[0].token_ids)) for each in finished] == [("0", 2)]
 
 
 def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
