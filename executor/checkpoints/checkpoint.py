@@ -246,7 +246,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
         from headrace.executor.checkpoints.sources.gguf.config import config_from_gguf
         from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 
-        return _overridden(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
+        return _asked_config(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
     choice = HubChoice.of(options)
     if options.hf_config_path is not None:
         named = Path(options.hf_config_path).expanduser()
@@ -255,7 +255,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
         file = _config_file(path, options) if found is not None else _cached_config_file(options, choice)
     if file is None or not file.is_file():
         return None
-    config = _overridden(_read_config(file), options.hf_overrides)
+    config = _asked_config(_read_config(file), options.hf_overrides)
     return config if config.get("architectures") or config.get("model_type") else None
 
 
@@ -304,7 +304,7 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
             f"hf_config_path does not apply to {path}: a GGUF file has its config in itself; leave it out"
         )
     file = GGUFFile(path)
-    config = _overridden(file.config, options.hf_overrides)
+    config = _asked_config(file.config, options.hf_overrides)
     generation = _read_generation_config(None, options) or (
         file.generation_config if options.generation_config == "auto" else {}
     )
@@ -342,7 +342,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
             f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
             hint="load_format dummy runs it with random weights",
         )
-    config = _overridden(_with_quantisation(_read_config(config_path), folder), options.hf_overrides)
+    config = _asked_config(_with_quantisation(_read_config(config_path), folder), options.hf_overrides)
     generation = _read_generation_config(folder, options)
     is_whole = found in ("safetensors", "pt") and any((folder / file).is_file() for file in WHOLE.values())
     if is_whole and (note := _listed_files(folder, found)[2]):
@@ -477,6 +477,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_optional_json(path: Path) -> dict[str, Any]:
     """`read_json`, or {} where the file is missing."""
     return read_json(path) if is_there(path) else {}
+
+
+def _asked_config(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with `hf_overrides` applied. Raises ModelError for names of architectures that are none, whereby
+    another model than the one that is meant would be computed."""
+    config = _overridden(stored, overrides)
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list | tuple) and all(isinstance(each, str) for each in named)):
+        raise ModelError(f"the config's architectures are {named!r:.100}; a list of names is expected")
+    return config
 
 
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

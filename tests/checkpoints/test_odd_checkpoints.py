@@ -28,6 +28,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from headrace import LLM, SamplingParams, kernels
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import config_at_hand, open_checkpoint
 from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, named_architecture, spec_from_config
@@ -52,6 +54,17 @@ def test_a_model_is_known_by_its_type_or_by_the_architecture_that_a_family_has(n
     with LLM(model, in_process=True, max_model_len=32, num_gpu_blocks_override=8) as llm:
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=2), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("named", ["LlamaForSequenceClassification", 5, True, {}, [["LlamaForCausalLM"]], [None]])
+@pytest.mark.parametrize("is_given", [False, True], ids=["stored", "given"])
+def test_architectures_that_are_no_list_of_names_are_refused(named: Any, is_given: bool, tmp_path: Path) -> None:
+    """Since the model type alone would name a model with another head, or none."""
+    folder = altered(tmp_path, **({} if is_given else {"architectures": named}))
+    options = Options(model=str(folder), hf_overrides={"architectures": named} if is_given else {})
+    for reading in (open_checkpoint, config_at_hand):
+        with pytest.raises(ModelError, match="the config's architectures are .*; a list of names is expected"):
+            reading(options)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
