@@ -106,10 +106,10 @@ class GeneralSettings(NamedTuple):
 def modules_of(folder: Path) -> list[Module]:
     """The modules of modules.json; none: there is no such file. Raises ModelError, naming the module, for one of
     another class."""
-    modules = read_json(folder / MODULES)
-    if modules is None:
+    if not is_there(folder / MODULES):
         return []
-    if not (isinstance(modules, list) and all(isinstance(each, dict) for each in modules)):
+    modules = read_json(folder / MODULES)
+    if not (isinstance(modules, list) and modules and all(isinstance(each, dict) for each in modules)):
         raise ModelError(f"{folder / MODULES} is no list of modules")
     found: list[Module] = []
     for module in modules:
@@ -121,7 +121,9 @@ def modules_of(folder: Path) -> list[Module]:
                 f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
                 f"{', '.join(KNOWN)} of sentence_transformers"
             )
-        path = PurePosixPath(str(module.get("path", "")))
+        if not isinstance(given := module.get("path", ""), str):
+            raise ModelError(f"{folder / MODULES} gives {kind} the path {given!r:.100}; a text is expected")
+        path = PurePosixPath(given)
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(f"{folder / MODULES} gives {kind} the path {str(path)!r}, which leaves the folder")
         found.append(Module(kind, folder / path))
@@ -137,7 +139,7 @@ def transformer_settings(folder: Path, tasks: tuple[str, ...]) -> TransformerSet
     """What the Transformer module in `folder` does. tasks: those of `OUTPUTS` that are followed, the usual one first.
     Raises ModelError, naming the key, for what is not followed."""
     file = next((each for name in SETTINGS if is_there(each := folder / name)), folder / SETTINGS[0])
-    given = _object(file)
+    given = object_in(file)
     task = given_value(given, "transformer_task", str, file) or tasks[0]
     if task not in tasks:
         raise ModelError(
@@ -151,7 +153,7 @@ def transformer_settings(folder: Path, tasks: tuple[str, ...]) -> TransformerSet
     return TransformerSettings(
         task=task,
         max_tokens=_most_tokens(given, folder, file),
-        lower_case=bool(given.get("do_lower_case", False)),
+        lower_case=given_value(given, "do_lower_case", bool, file) or False,
         chat=None if format is None else PairChat(variables=_variables(given, file), are_parts=format == STRUCTURED),
         query_length=given_value(given, "query_length", int, file),
         document_length=given_value(given, "document_length", int, file),
@@ -217,14 +219,14 @@ def _most_tokens(given: Mapping[str, Any], folder: Path, file: Path) -> int | No
 
 def most_of_tokenizer(folder: Path) -> int | None:
     """Most tokens of a text by the tokenizer's settings; None: they do not say. Raises ModelError."""
-    return _length(_object(folder / "tokenizer_config.json").get("model_max_length"))
+    return _length(object_in(folder / "tokenizer_config.json").get("model_max_length"))
 
 
 def tells_texts_apart(folder: Path) -> bool:
     """Whether the tokenizer gives the model token types, which tell the second text of a pair from the first. Without
     the setting its class decides: all that encoders with token types have do, but for the general one. Raises
     ModelError."""
-    settings = _object(folder / "tokenizer_config.json")
+    settings = object_in(folder / "tokenizer_config.json")
     named = settings.get("model_input_names")
     if isinstance(named, list):
         return "token_type_ids" in named
@@ -259,7 +261,7 @@ def _most_of_calls(given: Mapping[str, Any], file: Path) -> int | None:
 def general_settings(folder: Path) -> GeneralSettings:
     """Raises ModelError, naming the key, for a value that is none."""
     file = folder / GENERAL
-    given = _object(file)
+    given = object_in(file)
     prompts, default = given.get("prompts") or {}, given_value(given, "default_prompt_name", str, file)
     if not (isinstance(prompts, dict) and all(isinstance(text, str | None) for text in prompts.values())):
         raise ModelError(f"{file} has prompts that are no texts by name")
@@ -278,7 +280,7 @@ def check_names(module: Module, name: str, *, ends: str = "") -> None:
     """Raises ModelError for a module that takes its input, or leaves its output, under another name than `name`. ends:
     what its output may be called besides."""
     file = module.folder / "config.json"
-    config = _object(file)
+    config = object_in(file)
     taken = given_value(config, "module_input_name", str, file) or name
     left = given_value(config, "module_output_name", str, file) or taken
     if taken != name or left not in (name, ends):
@@ -298,9 +300,14 @@ def read_json(file: Path) -> Any:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _object(file: Path) -> dict[str, Any]:
+def object_in(file: Path) -> dict[str, Any]:
+    """Empty if there is no such file. Raises ModelError for one that holds anything else."""
+    if not is_there(file):
+        return {}
     found = read_json(file)
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds a {type(found).__name__}; a JSON object is expected")
+    return found
 
 
 def given_value(given: Mapping[str, Any], key: str, kind: type[T], where: Path) -> T | None:

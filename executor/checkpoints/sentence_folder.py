@@ -39,6 +39,7 @@ from headrace.executor.checkpoints.sentence_files import (
     given_value,
     is_size,
     modules_of,
+    object_in,
     read_json,
     transformer_settings,
 )
@@ -141,6 +142,10 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
     """None for a folder without these files. Raises ModelError, naming the file, for what cannot be followed."""
     found = [module for module in modules_of(folder) if module.kind != "Dropout"]
     kinds, general = [module.kind for module in found], general_settings(folder)
+    if found and kinds[0] == "Transformer" and not is_there(found[0].folder):
+        raise ModelError(
+            f"{folder / MODULES} names {found[0].folder} as the folder of its Transformer; it is not there"
+        )
     match kinds:
         case ["MLMTransformer" | "Transformer", "SpladePooling"]:
             return _splade(folder, found, general)
@@ -165,7 +170,7 @@ def _pooling(folder: Path, found: list[Module], general: GeneralSettings) -> Sen
     if not isinstance(pooling, dict):
         raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
     settings, prompts = _of_texts(transformer), general.prompts
-    if not pooling.get("include_prompt", True) and any(prompts.values()):
+    if given_value(pooling, "include_prompt", bool, file) is False and any(prompts.values()):
         raise ModelError(f"{file} leaves prompts out of the pooled tokens (include_prompt), which is not computed here")
     is_cross = general.kind == CROSS_ENCODER
     for module in behind:
@@ -403,10 +408,10 @@ def _layer(module: Module) -> HeadLayer:
         "linear",
         rows,  # type: ignore[arg-type]
         columns,  # type: ignore[arg-type]
-        bool(config.get("bias", True)),
+        given_value(config, "bias", bool, file) is not False,
         activation,
         str(module.folder),
-        bool(config.get("use_residual")),
+        given_value(config, "use_residual", bool, file) or False,
     )
 
 
@@ -418,8 +423,7 @@ def _similarity(folder: Path, general: GeneralSettings, usual: str) -> str:
 
 
 def _general(folder: Path) -> Mapping[str, Any]:
-    found = read_json(folder / GENERAL)
-    return found if isinstance(found, dict) else {}
+    return object_in(folder / GENERAL)
 
 
 def _tokens(pooling: dict[str, Any], file: Path) -> str:
@@ -428,6 +432,9 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
         if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
             raise ModelError(f"{file} has pooling_mode {word!r:.100}; a word or a list of words is expected")
         return "+".join(WORDS.get(str(each), str(each)) for each in words)
+    for key in pooling:
+        if key.startswith("pooling_mode_"):
+            given_value(pooling, key, bool, file)
     others = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and key not in FLAGS and on]
     if others:
         raise ModelError(f"{file} asks for {', '.join(others)}, which is not known; known: {', '.join(FLAGS)}")

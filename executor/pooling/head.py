@@ -128,7 +128,10 @@ def _step(
             raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(shape)}")
         if source.shape(full) != shape:
             raise ModelError(f"weight {full} has shape {list(source.shape(full))}, but {list(shape)} is expected")
-        found.append(source.get(full).float())
+        found.append(_floats(source, full))
+        held -= {full}
+    if layer.folder and held:
+        raise ModelError(f"{layer.folder} holds weights that its layer has no place for: {', '.join(sorted(held)[:5])}")
     if isinstance(layer, HeadLinear):
         own = _linear(found[0], found[1] if layer.bias else None, layer.activation, table)
         if not layer.residual:
@@ -144,6 +147,15 @@ def _step(
         return y if table is None else table.added(x, y, adapters)
 
     return step
+
+
+def _floats(source: WeightSource, name: str, rows: slice | None = None) -> Tensor:
+    """A weight or some rows of it, float32. Raises ModelError for integers."""
+    stored = source.get(name, rows=rows)
+    if not stored.is_floating_point():
+        kind = str(stored.dtype).removeprefix("torch.")
+        raise ModelError(f"the weight {name} is stored as {kind}; a type of floats is expected")
+    return stored.float()
 
 
 def _linear(weight: Tensor, bias: Tensor | None, activation: str, table: HeadTable | None = None) -> Step:
@@ -170,12 +182,12 @@ def _matrix(layer: HeadTokens | HeadVocabulary, checkpoint: WeightSource, prefix
 
 
 def _vocabulary(layer: HeadVocabulary, checkpoint: WeightSource, prefixes: Sequence[str]) -> Step:
-    weight, bias = checkpoint.get(_matrix(layer, checkpoint, prefixes)).float(), None
+    weight, bias = _floats(checkpoint, _matrix(layer, checkpoint, prefixes)), None
     if layer.biases:
         name = next((each for each in layer.biases if each in checkpoint.names()), None)
         if name is None:
             raise ModelError(f"the checkpoint has no weight {layer.biases[0]}, of the layer over the vocabulary")
-        bias = checkpoint.get(name).float()
+        bias = _floats(checkpoint, name)
     return _linear(weight, bias, "identity")
 
 
@@ -186,7 +198,7 @@ def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], 
         number = token if isinstance(token, int) else token_id(token)
         if number is None or number >= layer.vocab_size:
             raise ModelError(f"the tokenizer has no token {token!r}, whose logit is to be the score")
-        rows.append(checkpoint.get(name, rows=slice(number, number + 1)).float())
+        rows.append(_floats(checkpoint, name, slice(number, number + 1)))
     return rows[0] if len(rows) == 1 else rows[0] - rows[1]
 
 
