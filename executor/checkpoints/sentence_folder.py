@@ -327,10 +327,10 @@ def _class_activation(folder: Path) -> str | None:
     return None if named is None else class_activation(named, folder / GENERAL)
 
 
-def class_activation(named: str, where: object) -> str:
+def class_activation(named: object, where: object) -> str:
     """One of `FUNCTIONS` (executor/pooling/head.py), by torch's name of a module. where: for messages. Raises
     ModelError."""
-    kind = named.rpartition(".")[2]
+    kind = named.rpartition(".")[2] if isinstance(named, str) else ""
     if kind not in CLASS_ACTIVATIONS:
         raise ModelError(f"{where}: the activation of scores is {named!r:.100}; known: {', '.join(CLASS_ACTIVATIONS)}")
     return CLASS_ACTIVATIONS[kind]

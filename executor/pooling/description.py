@@ -200,10 +200,11 @@ def _class_activation(config: dict[str, Any], folder: SentenceFolder | None, num
     labels."""
     if folder is not None and folder.scores is not None and folder.scores.activation is not None:
         return folder.scores.activation
-    own = config.get("sentence_transformers")
-    named = own.get("activation_fn") if isinstance(own, dict) else None
-    named = named or config.get("sbert_ce_default_activation_function")
-    if isinstance(named, str):
+    own = config.get("sentence_transformers") or {}
+    if not isinstance(own, dict):
+        raise ModelError(f"the config's sentence_transformers is {own!r:.100}; an object is expected")
+    named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    if named is not None:
         return class_activation(named, "the config")
     match config.get("problem_type"):
         case "regression":

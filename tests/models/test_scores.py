@@ -17,7 +17,7 @@ from server_here import serving_here
 from test_embed import as_sentence_folder
 from tiny_encoders import make_pair_tokenizer, save_encoder
 
-from headrace import LLM, InvalidRequestError, OptionError, PoolingParams
+from headrace import LLM, InvalidRequestError, ModelError, OptionError, PoolingParams
 from headrace.frontend.http.options import ServeOptions
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "use_tqdm_on_load": False}
@@ -267,6 +267,19 @@ def test_logits_are_calibrated_before_their_activation(bert: Path, config: dict[
 def test_a_calibration_that_is_none_is_named(bert: Path, config: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=f"{next(iter(config))} is"):
         LLM(str(bert), in_process=True, pooler_config=config, **ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"sentence_transformers": {"activation_fn": 5}}, "the activation of scores is 5; known: Identity"),
+        ({"sentence_transformers": ["Identity"]}, r"sentence_transformers is \['Identity'\]; an object is expected"),
+        ({"sbert_ce_default_activation_function": ["Tanh"]}, r"the activation of scores is \['Tanh'\]; known"),
+    ],
+)
+def test_an_activation_that_is_none_is_named(bert: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        LLM(str(bert), in_process=True, hf_overrides=config, **ENGINE)
 
 
 def test_texts_of_scores_may_be_parts(bert: Path) -> None:
