@@ -63,7 +63,7 @@ def test_architectures_that_are_no_list_of_names_are_refused(named: Any, is_give
     folder = altered(tmp_path, **({} if is_given else {"architectures": named}))
     options = Options(model=str(folder), hf_overrides={"architectures": named} if is_given else {})
     for reading in (open_checkpoint, config_at_hand):
-        with pytest.raises(ModelError, match="the config's architectures are .*; a list of names is expected"):
+        with pytest.raises(ModelError, match=r"the config's architectures are .*; a list of names is expected"):
             reading(options)
 
 
