@@ -20,7 +20,6 @@ from headrace.executor.checkpoints.sentence_files import (
     is_size,
     read_json,
 )
-from headrace.executor.checkpoints.sources.safetensors_weights import open_sound_files
 from headrace.executor.models.heads import COLBERT, HeadLayer, HeadLinear
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import LateInteraction
@@ -104,6 +103,8 @@ def _stored_width(folder: Path) -> int | None:
     file = folder / "model.safetensors"
     if not file.is_file():
         return None
+    from headrace.executor.checkpoints.sources.safetensors_weights import open_sound_files
+
     (weights,) = open_sound_files([file], "lazy")
     return weights.shape("linear.weight")[0] if "linear.weight" in weights.names else None
 
