@@ -103,6 +103,7 @@ IDLE_HERE: Mapping[str, str] = {
     "add_eos_token": "the post-processor of tokenizer.json says it, as in transformers 5",
     "legacy": "it is a flag of Llama's tokenizers",
     "auto_map": "only trust_remote_code runs code",
+    "model_input_names": "of models that tell two texts apart: tests/models/test_scores.py",
 }
 """Keys that are read, and do not matter in a folder with a byte-level tokenizer.json."""
 
