@@ -27,6 +27,7 @@ from headrace.ipc.messages import LateInteraction
 LEAST_LENGTH = 3
 """Tokens of a text: its first one, a marker and its last one."""
 METADATA = "artifact.metadata"
+OWN_WIDTH = 128
 WIDTHS = ("colbert_dim", "dim", "projection_dim")
 """Keys of config.json with the width of vectors, of folders without metadata, as vLLM reads them."""
 PUNCTUATION = tuple(string.punctuation)
@@ -92,21 +93,23 @@ def original_layer(folder: Path) -> HeadLayer:
     """Of a folder that ColBERT's own code wrote. Raises ModelError."""
     metadata, config = read_json(folder / METADATA), read_json(folder / "config.json")
     said = metadata.get("dim") if isinstance(metadata, dict) else None
-    widths = (said, *(config.get(name) for name in WIDTHS), _stored_width(folder))
-    width = next((each for each in widths if each is not None), 128)
+    width = next((each for each in (said, *map(config.get, WIDTHS)) if each is not None), None)
+    if width is None:
+        width = _stored_width(folder)
     if not is_size(width) or not is_size(config.get("hidden_size")):
         raise ModelError(f"{folder / METADATA} has dim {width!r:.100}, which is no width of vectors")
     return HeadLinear("linear", width, config["hidden_size"], bias=False)
 
 
-def _stored_width(folder: Path) -> int | None:
+def _stored_width(folder: Path) -> int:
+    """Of the layer itself, or ColBERT's own."""
     file = folder / "model.safetensors"
     if not file.is_file():
-        return None
+        return OWN_WIDTH
     from headrace.executor.checkpoints.sources.safetensors_weights import open_sound_files
 
     (weights,) = open_sound_files([file], "lazy")
-    return weights.shape("linear.weight")[0] if "linear.weight" in weights.names else None
+    return weights.shape("linear.weight")[0] if "linear.weight" in weights.names else OWN_WIDTH
 
 
 def of_settings(folder: Path, *, is_original: bool) -> LateInteraction:

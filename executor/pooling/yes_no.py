@@ -84,8 +84,7 @@ def yes_no_of(names: tuple[str, ...], config: Mapping[str, Any]) -> YesNo | None
 
 
 def _classifies(config: Mapping[str, Any]) -> bool:
-    named = config.get("architectures")
-    return isinstance(named, list) and any(str(each).endswith("ForSequenceClassification") for each in named)
+    return any(each.endswith("ForSequenceClassification") for each in config.get("architectures") or ())
 
 
 def classifier_of(found: YesNo, heads: tuple[str, ...], vocab_size: int, width: int) -> Classifier:

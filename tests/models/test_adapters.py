@@ -237,6 +237,20 @@ ODD = {"nine_heads": ("llama_gqa_tied", {"hidden_size": 72, "num_attention_heads
 """Heads that two ranks divide with padding."""
 
 
+def check_two_ranks(model: Any, models: PeftModels, path: str) -> None:
+    """Rows with the adapter "one" and without, on two ranks that divide the model."""
+    spec, source = spec_of(model), DictSource(state_of(model))
+    uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(0, 1.0),))
+
+    def answer(place: RankCoordinates) -> tuple[list[list[int]], list[Tensor]]:
+        decoder = CpuDecoderPart(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS), place=place)
+        AdapterSlots(LIMITS, decoder, place, lambda: source).load(0, path)
+        return Driver(decoder, place=place).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
+
+    for answers, logits in run_ranks(World(2, 1, 64, 8, spec.hidden_size, spec.vocab_size), answer):
+        check(answers, logits, models, ("one", "", "one"))
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     every(
@@ -255,16 +269,7 @@ def test_ranks_divide_the_factors_as_the_matrices(name: str, form: str, tmp_path
     models = PeftModels(model, tmp_path)
     targets = {"target_modules": ["kv_b_proj", "q_b_proj", "o_proj"]} if form == "latent" else VARIANTS.get(form, {})
     path = str(models.make("one", **targets))
-    spec, source = spec_of(model), DictSource(state_of(model))
-    uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(0, 1.0),))
-
-    def answer(place: RankCoordinates) -> tuple[list[list[int]], list[Tensor]]:
-        decoder = CpuDecoderPart(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS), place=place)
-        AdapterSlots(LIMITS, decoder, place, lambda: source).load(0, path)
-        return Driver(decoder, place=place).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
-
-    for answers, logits in run_ranks(World(2, 1, 64, 8, spec.hidden_size, spec.vocab_size), answer):
-        check(answers, logits, models, ("one", "", "one"))
+    check_two_ranks(model, models, path)
 
 
 def test_a_stage_takes_the_layers_of_an_adapter_that_are_its_own(tmp_path: Path) -> None:

@@ -12,23 +12,20 @@ import tiny_models
 import torch
 from model_driver import DictSource, Driver
 from peft_adapters import PeftModels
-from rank_threads import RankThreads, pool_for_each_rank, run_ranks
-from test_adapters import EXPERTS, LIMITS, NEW_TOKENS, PROMPTS, check, spec_of
+from rank_threads import RankThreads, pool_for_each_rank
+from test_adapters import EXPERTS, LIMITS, NEW_TOKENS, PROMPTS, check_two_ranks, spec_of
 from test_adapters_beside import ENGINE, PARAMS, expect, expect_refusal
 from thinned import every
 from tiny_families import FAMILIES as DENSE
 from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_models import TINY_MODELS, TinyModel, state_of
 from tiny_recurrent import FAMILIES as RECURRENT
-from torch import Tensor
 
 from headrace import LLM, LoRARequest
 from headrace.executor.adapters.slots import AdapterSlots
-from headrace.executor.cpu.decoder import CpuDecoderPart
-from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.blocks.shared_transformer import SharedTransformer
 from headrace.executor.models.decoder import Decoder
-from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World
+from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.adapters import RowAdapter
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
@@ -111,16 +108,7 @@ def test_two_ranks_divide_what_is_at_a_models_ends(name: str, tmp_path: Path) ->
     model = tiny_models.make(ALL[name])
     models = PeftModels(model, tmp_path)
     path = str(models.make("one", size=0.1))
-    spec, source = spec_of(model), DictSource(state_of(model))
-    uses = ((RowAdapter(0, 1.0),), (), (RowAdapter(0, 1.0),))
-
-    def answer(place: RankCoordinates) -> tuple[list[list[int]], list[Tensor]]:
-        decoder = CpuDecoderPart(spec, source, torch.float32, StepLimits(64, 8, 128, adapters=LIMITS), place=place)
-        AdapterSlots(LIMITS, decoder, place, lambda: source).load(0, path)
-        return Driver(decoder, place=place).greedy(PROMPTS[:3], NEW_TOKENS, chunk=16, adapters=uses)
-
-    for answers, logits in run_ranks(World(2, 1, 64, 8, spec.hidden_size, spec.vocab_size), answer):
-        check(answers, logits, models, ("one", "", "one"))
+    check_two_ranks(model, models, path)
 
 
 def test_a_model_beside_an_adapter_of_chosen_keys_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
 
     def most_of_texts(self) -> tuple[int, int]:
         """The most tokens of the first and of the second text of a pair; 0: all. Raises InvalidRequestError."""
-        given = {} if self.extra_kwargs is None else self.extra_kwargs
+        if (given := self.extra_kwargs) is None:
+            return 0, 0
         if not isinstance(given, dict) or not given.keys() <= set(MOST_OF_TEXTS):
             raise InvalidRequestError(
                 f"PoolingParams.extra_kwargs takes {' and '.join(MOST_OF_TEXTS)}, not {given!r:.100}"

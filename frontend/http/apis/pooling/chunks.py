@@ -24,7 +24,7 @@ UNIT = 0.01
 """How far a vector's length may be from 1 if it was scaled to it: the rounding of bf16."""
 
 
-class Joined(NamedTuple):
+class JoinedChunks(NamedTuple):
     """The result of a prompt's chunks, as a PoolingStream has it."""
 
     kinds: Sequence[str]
@@ -35,7 +35,7 @@ class Joined(NamedTuple):
         return self.parts[0].values
 
 
-Pooled = PoolingStream | Joined
+Pooled = PoolingStream | JoinedChunks
 
 
 def in_chunks(
@@ -73,7 +73,7 @@ def _joined(streams: Iterator[PoolingStream], counts: Sequence[int]) -> Iterator
             continue
         sizes = [len(each.prompt.token_ids or ()) for each in chunks]
         vectors = [each.parts[0].values.tolist() for each in chunks]
-        yield Joined(chunks[0].kinds, [PoolingOutput(memoryview(array.array("f", average(vectors, sizes))))])
+        yield JoinedChunks(chunks[0].kinds, [PoolingOutput(memoryview(array.array("f", average(vectors, sizes))))])
 
 
 def average(vectors: Sequence[Sequence[float]], weights: Sequence[int]) -> list[float]:

@@ -275,7 +275,7 @@ class BytesAnswer(PooledAnswer):
         kind, endianness = self._request.embed_dtype or "float32", self._request.endianness or "little"
         items, start = list[EncodedItem](), 0
         shape: list[int]
-        for index, part in enumerate(stream.parts[0] for stream in self.pooled()):
+        for index, part in enumerate(stream.parts[0] for stream in self.pooled):
             end = start + len(part.values) * NUM_BYTES[kind]
             shape = [len(part.values)] if part.width is None else [len(part.values) // part.width, part.width]
             items.append(EncodedItem(index, start, end, shape, kind, endianness))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -111,8 +112,9 @@ class PooledAnswer(Answer):
         self.counts: Sequence[int] | None = None
         """Of how many requests each prompt's result is made; None: of one."""
 
+    @functools.cached_property
     def pooled(self) -> Sequence[Pooled]:
-        """The results of the prompts."""
+        """The results of the prompts, once all streams have ended."""
         streams = [stream for stream in self.streams if isinstance(stream, PoolingStream)]
         return streams if self.counts is None else joined(streams, self.counts)
 
@@ -121,7 +123,7 @@ class PooledAnswer(Answer):
         num_tokens = sum(len(stream.prompt.token_ids or ()) for stream in streams)
         usage = PoolingUsage(num_tokens, num_tokens)
         self.headers = JSON if self._make_headers is None else self._make_headers(usage)
-        made = self._write(self.pooled(), usage)
+        made = self._write(self.pooled, usage)
         return [made if isinstance(made, bytes) else msgspec.json.encode(made)]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.frontend.fleet.engine import Engine
@@ -79,39 +80,34 @@ async def rerank(state: ServerState, exchange: Exchange) -> None:
                 return prepare_tei_rerank(request, engine, state.options, PoolingContext(id, exchange.tenant))
         return prepare_rerank(request, engine, id, state.options, exchange.tenant)
 
-    await state.generate(exchange, decode, prepare, "rerank-")
+    await state.generate(exchange, decode, prepare, PREPARES[RerankRequest][0])
 
 
-def _post(path: str, prepare: Prepare, prefix: str, summary: str, request: Any, response: Any) -> RouteSpec:
-    """prefix: of the response's id."""
+PREPARES: Mapping[type[Any], tuple[str, Prepare]] = types.MappingProxyType(
+    {
+        EmbeddingRequest: ("embd-", prepare_embedding),
+        PoolingRequest: ("pool-", prepare_pooling),
+        ScoreRequest: ("embd-", prepare_score),
+        RerankRequest: ("rerank-", prepare_rerank),
+        ClassifyRequest: ("classify-", prepare_classify),
+    }
+)
+"""By kind of request: the prefix of its response's id, and what prepares it."""
+
+
+def _post(path: str, summary: str, request: type[Any], response: Any) -> RouteSpec:
+    prefix, prepare = PREPARES[request]
     handler = functools.partial(_generate, kind=request, prepare=prepare, prefix=prefix)
     return post(path, handler, summary, request, response, GENERATION, access=Access.CLIENT)
 
 
 ROUTES = (
     *(
-        _post(
-            path,
-            prepare_embedding,
-            "embd-",
-            "Compute the embedding vectors of texts",
-            EmbeddingRequest,
-            EmbeddingResponse,
-        )
+        _post(path, "Compute the embedding vectors of texts", EmbeddingRequest, EmbeddingResponse)
         for path in ("/v1/embeddings", "/embeddings")
     ),
-    _post(
-        "/pooling",
-        prepare_pooling,
-        "pool-",
-        "Compute vectors, classes or rewards of texts",
-        PoolingRequest,
-        PoolingResponse,
-    ),
-    *(
-        _post(path, prepare_score, "embd-", "Score pairs of texts", ScoreRequest, ScoreResponse)
-        for path in ("/score", "/v1/score")
-    ),
+    _post("/pooling", "Compute vectors, classes or rewards of texts", PoolingRequest, PoolingResponse),
+    *(_post(path, "Score pairs of texts", ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
     *(
         post(
             path,
@@ -125,7 +121,7 @@ ROUTES = (
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        _post(path, prepare_classify, "classify-", "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
+        _post(path, "Compute the classes of texts", ClassifyRequest, ClassifyResponse)
         for path in ("/classify", "/v1/classify")
     ),
 )

@@ -324,8 +324,8 @@ def prepare_pairs(
     kept, most = most_tokens(how, params, welcome), most_encoded(params, welcome)
     if kept is not None:
         from_left = cuts_left(how, client.tokenizer)
-        shortened = {text: enough_of(text, kept, client.tokenizer, from_left=from_left) for text in _texts(pairs)}
-        pairs = [(shortened[first], shortened[second]) for first, second in pairs]
+        enough = {text: enough_of(text, kept, client.tokenizer, from_left=from_left) for text in _texts(pairs)}
+        pairs = [(enough[first], enough[second]) for first, second in pairs]
     for index, (first, second) in enumerate(pairs):
         check_text_length(first, client.tokenizer, most, names[0])
         check_text_length(second, client.tokenizer, most, f"{names[1]}[{index}]")

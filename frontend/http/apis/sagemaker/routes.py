@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from headrace.frontend.fleet.engine import Engine
@@ -10,21 +9,9 @@ from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.apis.openai.completions import prepare_completion
 from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.apis.openai.routes import generate
-from headrace.frontend.http.apis.pooling.embeddings import (
-    EmbeddingRequest,
-    PoolingRequest,
-    prepare_embedding,
-    prepare_pooling,
-)
-from headrace.frontend.http.apis.pooling.routes import prepare_texts
-from headrace.frontend.http.apis.pooling.scores import (
-    ClassifyRequest,
-    RerankRequest,
-    ScoreRequest,
-    prepare_classify,
-    prepare_rerank,
-    prepare_score,
-)
+from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, PoolingRequest
+from headrace.frontend.http.apis.pooling.routes import PREPARES, prepare_texts
+from headrace.frontend.http.apis.pooling.scores import ClassifyRequest, RerankRequest, ScoreRequest
 from headrace.frontend.http.server.access import Access
 from headrace.frontend.http.server.engines import engine_for
 from headrace.frontend.http.server.exchange import Exchange
@@ -40,14 +27,6 @@ _SCORES: dict[str, type[Any]] = {
     **dict.fromkeys(("queries", "text_1", "data_1"), ScoreRequest),
     **dict.fromkeys(("query", "documents"), RerankRequest),
 }
-_PREPARES: dict[type[Any], tuple[str, Callable[..., PreparedRequest]]] = {
-    EmbeddingRequest: ("embd-", prepare_embedding),
-    ClassifyRequest: ("classify-", prepare_classify),
-    PoolingRequest: ("pool-", prepare_pooling),
-    ScoreRequest: ("embd-", prepare_score),
-    RerankRequest: ("rerank-", prepare_rerank),
-}
-"""Prefix of ids, and what prepares, of requests that pool."""
 
 
 def kinds_of(welcome: Welcome) -> dict[str, type[Any]]:
@@ -74,7 +53,7 @@ async def invocations(state: ServerState, exchange: Exchange) -> None:
             return prepare_chat(request, engine, f"chatcmpl-{id}", parts, tenant)
         if isinstance(request, CompletionRequest):
             return prepare_completion(request, engine, f"cmpl-{id}", parts, tenant)
-        prefix, prepare_pooled = _PREPARES[type(request)]
+        prefix, prepare_pooled = PREPARES[type(request)]
         return prepare_texts(prepare_pooled, request, engine, f"{prefix}{id}", state, tenant)
 
     await generate(state, exchange, decode=decode, prepare=prepare)
